@@ -15,8 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.servers import payloads
 from aligner.servers.config import RequestLimits
+from aligner.servers.payloads import (
+    Payload,
+    Result,
+    RewardRequest,
+    RewardTexts,
+    SaveRequest,
+    StatusRequest,
+    TrainIdentity,
+    TrainRequest,
+    ValuesRequest,
+    digest_of,
+)
 from aligner.types import Batch, RowTensor, TokenBatch, ValueBatch
 from aligner.types.extras import KINDS
 
@@ -77,13 +88,16 @@ def _shape_text(shape: tuple[str | int, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """One Triton model. `decode` makes checked arrays the payload, `encode` a result the reply; `tensors` are inputs beside extras."""
+    """One Triton model. `decode` turns checked arrays into the typed payload; `encode` turns a handler's result into the reply.
+
+    `tensors` are its inputs beside the extras that accompany tokens.
+    """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    decode: Callable[[Arrays, RequestLimits], payloads.Payload]
-    encode: Callable[[payloads.Payload, payloads.Result], dict[str, np.ndarray]]
+    decode: Callable[[Arrays, RequestLimits], Payload]
+    encode: Callable[[Payload, Result], dict[str, np.ndarray]]
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -94,7 +108,7 @@ class Endpoint:
     def output_names(self) -> tuple[str, ...]:
         return tuple(spec.name for spec in self.outputs)
 
-    def payload(self, arrays: Arrays, limits: RequestLimits) -> payloads.Payload:
+    def payload(self, arrays: Arrays, limits: RequestLimits) -> Payload:
         """Check a request as a whole and return its payload. Raises ValueError: names the tensor, what it holds and what is allowed."""
         check_tensors(self.inputs, arrays, limits)
         return self.decode(arrays, limits)
@@ -153,7 +167,7 @@ def encode_value_batch(batch: ValueBatch) -> dict[str, np.ndarray]:
     }
 
 
-def encode_fields(request: payloads.TrainIdentity | payloads.SaveRequest | payloads.StatusRequest) -> dict[str, np.ndarray]:
+def encode_fields(request: TrainIdentity | SaveRequest | StatusRequest) -> dict[str, np.ndarray]:
     """Its fields: numbers int64 [1], texts bytes [1]; None is left out."""
     return _packed(**asdict(request))
 
@@ -169,7 +183,7 @@ def _unpacked(arrays: Arrays) -> dict[str, Any]:
     return {name: _texts(name, arrays)[0] if array.dtype.kind in "OS" else int(array[0]) for name, array in alone.items()}
 
 
-def decode_train(arrays: Arrays, limits: RequestLimits) -> payloads.TrainRequest:
+def decode_train(arrays: Arrays, limits: RequestLimits) -> TrainRequest:
     """Also checks that the mask is 0 or 1, 0 at position 0 and in the padding, and 1 somewhere, and that the tensors have their digest."""
     tokens = decode_tokens(arrays, limits)
     mask = arrays["mask"]
@@ -195,22 +209,22 @@ def decode_train(arrays: Arrays, limits: RequestLimits) -> payloads.TrainRequest
         returns=torch.from_numpy(arrays["returns"].copy()),
         episodes=episodes,
     )
-    identity = payloads.TrainIdentity(**_unpacked(arrays))
-    found = payloads.digest_of({name: array for name, array in arrays.items() if name in {*VALUE_BATCH, *_sent()}})
+    identity = TrainIdentity(**_unpacked(arrays))
+    found = digest_of({name: array for name, array in arrays.items() if name in {*VALUE_BATCH, *_sent()}})
     if found != identity.digest:
         raise ValueError(f"digest: {identity.digest}, but that of the tensors is {found}")
-    return payloads.TrainRequest(batch=batch, identity=identity)
+    return TrainRequest(batch=batch, identity=identity)
 
 
-def encode_values_request(request: payloads.ValuesRequest) -> dict[str, np.ndarray]:
+def encode_values_request(request: ValuesRequest) -> dict[str, np.ndarray]:
     return encode_tokens(request.batch) | _packed(after=request.after)
 
 
-def decode_save(arrays: Arrays, limits: RequestLimits) -> payloads.SaveRequest:
+def decode_save(arrays: Arrays, limits: RequestLimits) -> SaveRequest:
     fields = _unpacked(arrays)
     if (wait := fields.get("wait", 1)) not in (0, 1):
         raise ValueError(f"wait: {wait}; allowed are 0 and 1")
-    return payloads.SaveRequest(**fields | {"wait": bool(wait)})
+    return SaveRequest(**fields | {"wait": bool(wait)})
 
 
 def _texts(name: str, arrays: Arrays) -> list[str]:
@@ -230,7 +244,7 @@ def _column(texts: list[str]) -> np.ndarray:
     return column
 
 
-def encode_reward(request: payloads.RewardRequest) -> dict[str, np.ndarray]:
+def encode_reward(request: RewardRequest) -> dict[str, np.ndarray]:
     """The tensors for tokens, texts or both."""
     arrays = {} if request.batch is None else encode_tokens(request.batch)
     if request.texts is not None:
@@ -240,7 +254,7 @@ def encode_reward(request: payloads.RewardRequest) -> dict[str, np.ndarray]:
     return arrays
 
 
-def decode_reward(arrays: Arrays, limits: RequestLimits) -> payloads.RewardRequest:
+def decode_reward(arrays: Arrays, limits: RequestLimits) -> RewardRequest:
     """`sentences` are whole texts without a known prompt: they arrive as responses to an empty prompt."""
     for first, second in (("tokens", "sequence_lengths"), ("prompts", "responses")):
         if (first in arrays) != (second in arrays):
@@ -251,10 +265,10 @@ def decode_reward(arrays: Arrays, limits: RequestLimits) -> payloads.RewardReque
     batch = decode_tokens(arrays, limits) if "tokens" in arrays else None
     responses = _texts("responses", arrays) if "responses" in arrays else _texts("sentences", arrays) if "sentences" in arrays else None
     if responses is None:
-        return payloads.RewardRequest(batch=batch)
+        return RewardRequest(batch=batch)
     prompts = _texts("prompts", arrays) if "prompts" in arrays else [""] * len(responses)
     answers = [text or None for text in _texts("answers", arrays)] if "answers" in arrays else [None] * len(responses)
-    return payloads.RewardRequest(batch=batch, texts=payloads.RewardTexts(prompts=prompts, responses=responses, answers=answers))
+    return RewardRequest(batch=batch, texts=RewardTexts(prompts=prompts, responses=responses, answers=answers))
 
 
 # ---- replies -------------------------------------------------------------------------------------------------------------------------
@@ -275,14 +289,14 @@ def _checked(name: str, tensor: Tensor, rows: int) -> np.ndarray:
     return array
 
 
-def encode_values(request: payloads.ValuesRequest, values: Tensor) -> dict[str, np.ndarray]:
+def encode_values(request: ValuesRequest, values: Tensor) -> dict[str, np.ndarray]:
     tokens = request.batch.tokens
     if values.shape != tokens.shape:
         raise ValueError(f"values: the handler returned shape {list(values.shape)} for tokens {list(tokens.shape)}")
     return {"values": _checked("values", values, tokens.shape[0])}
 
 
-def encode_scores(request: payloads.RewardRequest, scores: Tensor) -> dict[str, np.ndarray]:
+def encode_scores(request: RewardRequest, scores: Tensor) -> dict[str, np.ndarray]:
     """Scores that are not finite are sent too: the client decides the consequence (`guard.reward`)."""
     return {"rewards": _shaped("rewards", scores, request.num_rows)}
 
@@ -305,7 +319,7 @@ CRITIC_INFER = Endpoint(
     name="critic_infer",
     tensors=(*_TOKENS, _AFTER),
     outputs=(TensorSpec(name="values", dtype="float32", shape=("B", "S")),),
-    decode=lambda arrays, limits: payloads.ValuesRequest(batch=decode_tokens(arrays, limits), **_unpacked(arrays)),
+    decode=lambda arrays, limits: ValuesRequest(batch=decode_tokens(arrays, limits), **_unpacked(arrays)),
     encode=encode_values,
 )
 CRITIC_TRAIN = Endpoint(
@@ -332,7 +346,7 @@ CRITIC_STATUS = Endpoint(
     name="critic_status",
     tensors=(_RUN, TensorSpec(name="adopt", dtype="bytes", shape=(1,), optional=True)),
     outputs=(TensorSpec(name="status", dtype="bytes", shape=(1,)),),
-    decode=lambda arrays, limits: payloads.StatusRequest(**_unpacked(arrays)),
+    decode=lambda arrays, limits: StatusRequest(**_unpacked(arrays)),
     encode=lambda request, status: _packed(status=json.dumps(asdict(status))),
 )
 REWARD_MODEL = Endpoint(
