@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aligner.data.collate import rollout_batch
 from aligner.errors import FINITE, ConfigError, RunHalted, check_numbers, check_range
-from aligner.loop.learnt import TOKENS_SEEN, accounted, of_rows
+from aligner.loop.learnt import accounted, of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import (
     STD_EPSILON,
@@ -55,7 +55,7 @@ from aligner.online.task import REWARDED, OnlineTask
 from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column
-from aligner.reporting.summary import totals
+from aligner.reporting.summary import TOKENS_SEEN, totals
 from aligner.run.recipe import Recipe, named, resolve, text_of
 from aligner.run.settings import Traits
 from aligner.telemetry.metrics import merge, values
