@@ -50,6 +50,9 @@ class Policy(Trainable, Protocol):
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         """log pi of the tokens in `loss_mask`, float32 [B, S] on the CPU, 0 elsewhere; no gradient, no dropout."""
 
+    def logprobs_and_entropy(self, batch: MaskedBatch) -> tuple[Tensor, Tensor]:
+        """`logprobs`, and in the same form the entropy, in nats, of the distributions that the tokens are of. One pass gives both."""
+
     def sleep(self) -> None:
         """Move what only training needs out of the device's memory until the next `train_step`, where the configuration asks for it."""
 

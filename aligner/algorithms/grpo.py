@@ -230,10 +230,10 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
         self.policy.sleep()  # a checkpoint may have woken it
         groups = groups_of(self.rollout_source, step, clock, config)
         batch = rollout_batch(groups.chosen.rollouts, task.pad_id)
-        old_logprobs = ref_logprobs = None
+        old_logprobs = ref_logprobs = entropy = None
         if config.needs_old_logprobs:
             with clock.phase("logprobs"):
-                old_logprobs = self.policy.logprobs(batch)
+                old_logprobs, entropy = self.policy.logprobs_and_entropy(batch)
         if task.reference is not None:
             with clock.phase("ref_logprobs"):
                 ref_logprobs = task.reference.logprobs(batch)
@@ -252,7 +252,7 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
         cut = batch.truncated if config.mask_truncated else torch.zeros_like(batch.truncated)
         learnt = of_rows(weighs, batch.loss_mask, no_reward=~groups.chosen.valid, truncated=cut, no_signal=torch.ones_like(cut))
         metrics |= totals([learnt, groups.dropped(config.group_size)])
-        known = {"trainer": old_logprobs, "reference": ref_logprobs, "advantage": policy_batch.advantages}
+        known = {"trainer": old_logprobs, "entropy": entropy, "reference": ref_logprobs, "advantage": policy_batch.advantages}
         return StepResult(metrics=metrics, samples=sample_rows(groups.chosen, task.decode, per_token=known))
 
     def experience(

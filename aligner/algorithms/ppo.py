@@ -143,7 +143,7 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         collected, batch = self.sample(step, clock)
         collected = self.critic.values(collected, clock)
         with clock.phase("logprobs"):
-            old_logprobs = self.policy.logprobs(batch)
+            old_logprobs, entropy = self.policy.logprobs_and_entropy(batch)
         with clock.phase("ref_logprobs"):
             assert task.reference is not None  # `build` asks for one
             ref_logprobs = task.reference.logprobs(batch)
@@ -168,7 +168,8 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         # The critic's batch: while it warms up it is the only one that learns.
         metrics |= of_rows(value_batch.loss_mask, batch.loss_mask, no_reward=~collected.valid, truncated=batch.truncated)
         self.critic.end_step()
-        known = {"trainer": old_logprobs, "reference": ref_logprobs, "advantage": policy_batch.advantages, "value": value_batch.old_values}
+        known = {"trainer": old_logprobs, "entropy": entropy, "reference": ref_logprobs}
+        known |= {"advantage": policy_batch.advantages, "value": value_batch.old_values}
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode, per_token=known))
 
     def experience(

@@ -27,6 +27,7 @@ from aligner.types import (
     Prompt,
     Rollout,
     SampleRow,
+    SampleTurn,
     SamplingConfig,
     Scores,
     TokenBatch,
@@ -289,10 +290,13 @@ def sample_rows(
     *,
     per_token: Mapping[str, Tensor | None] | None = None,
 ) -> list[SampleRow]:
-    """The first few rollouts as text; with `per_token`, their tokens with these numbers by name, float32 [B, S] (None: left out).
+    """The first few rollouts as text, and those that complete the last one's episode; with `per_token`, their tokens with these numbers by
+    name, float32 [B, S] (None: left out).
 
     A step calls it when it has trained: advantages, values and the trainer's log-probs are then at hand, of the policy before the step.
     """
+    owners = collected.episodes.owner.tolist()
+    count = sum(owner <= owners[:count][-1] for owner in owners) if owners else 0
     return [
         SampleRow(
             prompt=rollout.prompt.text or decode(rollout.prompt.tokens),
@@ -303,9 +307,24 @@ def sample_rows(
             group=rollout.prompt.id,
             parts={name: part[row].item() for name, part in collected.parts.items()},
             tokens=None if per_token is None else _token_table(rollout, row, decode, per_token),
+            episode=owners[row] if owners.count(owners[row]) > 1 else None,
+            turns=_turns(rollout, decode) if len(rollout.turns) > 1 or owners.count(owners[row]) > 1 else (),
         )
         for row, (rollout, reward) in enumerate(zip(collected.rollouts[:count], collected.rewards[:count].tolist(), strict=True))
     ]
+
+
+def _turns(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> tuple[SampleTurn, ...]:
+    begins = [0, *(mark.end for mark in rollout.turns)]
+    return tuple(
+        SampleTurn(
+            number=mark.number,
+            heard=decode(rollout.response[begin : mark.start]),
+            text=decode(rollout.response[mark.start : mark.end]),
+            reward=mark.reward,
+        )
+        for begin, mark in zip(begins, rollout.turns, strict=False)
+    )
 
 
 def _token_table(rollout: Rollout, row: int, decode: Callable[[Sequence[int]], str], known: Mapping[str, Tensor | None]) -> TokenTable:
@@ -316,6 +335,9 @@ def _token_table(rollout: Rollout, row: int, decode: Callable[[Sequence[int]], s
         before, both = decode(ids[max(0, place - 1) : place]), decode(ids[max(0, place - 1) : place + 1])
         texts.append(both[len(before) :] if both.startswith(before) else decode(ids[place : place + 1]))
     numbers = {"sampler": rollout.logprobs[: len(ids)], **of_row}
+    if len(rollout.turns) > 1:
+        marks = [next((mark.number for mark in rollout.turns if mark.start <= place < mark.end), math.nan) for place in range(len(ids))]
+        numbers["turn"] = tuple(map(float, marks))
     return TokenTable(texts=tuple(texts), numbers={name: tuple(float(f"{x:.5g}") for x in own) for name, own in numbers.items()})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.text import Text
 from aligner.errors import DataError
 from aligner.files import publish
 from aligner.reporting.jsonl import json_number
-from aligner.types import FinishReason, SampleRow, TokenTable
+from aligner.types import FinishReason, SampleRow, SampleTurn, TokenTable
 
 _VISIBLE = {"\n": "⏎", "\t": "⇥"}
 
@@ -33,6 +34,7 @@ def _record(row: SampleRow) -> dict[str, Any]:
     """What a row does not have, its record does not have either."""
     record = {"prompt": row.prompt, "response": row.response, "reward": json_number(row.reward), "finish_reason": row.finish_reason.value}
     more = {"images": row.images, "group": row.group, "parts": {name: json_number(part) for name, part in row.parts.items()}}
+    more |= {"episode": row.episode, "turns": tuple(asdict(turn) | {"reward": json_number(turn.reward)} for turn in row.turns)}
     if row.tokens is not None:
         numbers = {name: list(map(json_number, own)) for name, own in row.tokens.numbers.items()}
         more["tokens"] = {"texts": row.tokens.texts, "numbers": numbers}
@@ -53,6 +55,8 @@ def _row(record: Mapping[str, Any]) -> SampleRow:
         group=int(record["group"]) if "group" in record else None,
         parts={name: float(part) for name, part in record.get("parts", {}).items()},
         tokens=tokens,
+        episode=int(record["episode"]) if "episode" in record else None,
+        turns=tuple(SampleTurn(**turn | {"reward": float(turn["reward"])}) for turn in record.get("turns", ())),
     )
 
 

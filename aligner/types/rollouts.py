@@ -212,7 +212,8 @@ class Scores:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTable:
     """The first tokens of a response as texts, and numbers by name, each one for every token: log-probs of the `sampler`, of the
-    `trainer` before the step's updates and of the `reference`, the `advantage`, the `value`; a recipe has some of them."""
+    `trainer` before the step's updates and of the `reference`, the trainer's `entropy`, the `advantage`, the `value`, and the number of the
+    `turn` (NaN: the environment's); a recipe has some of them."""
 
     texts: tuple[str, ...]
     numbers: Mapping[str, tuple[float, ...]]
@@ -224,8 +225,20 @@ class TokenTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleTurn:
+    """A turn of the policy as text, behind what it `heard` since its turn before; `number` and `reward` as in `TurnMark`."""
+
+    number: int
+    heard: str
+    text: str
+    reward: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """One rollout as text, for people, with its images' digests; `group` is its prompt's number, `parts` made the reward."""
+    """One rollout as text, for people to read, and the digests of its images. `group` is the number of its prompt in the data, `parts`
+    are what the reward is made of. `turns` are those of a response that has several, and of rows that share an episode: those have the
+    same number `episode` in their step."""
 
     prompt: str
     response: str
@@ -235,6 +248,8 @@ class SampleRow:
     group: int | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     tokens: TokenTable | None = None
+    episode: int | None = None
+    turns: tuple[SampleTurn, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

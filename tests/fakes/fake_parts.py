@@ -89,6 +89,9 @@ class FakePolicy:
         self.log.append("logprobs")
         return self.level * batch.loss_mask.float()
 
+    def logprobs_and_entropy(self, batch: MaskedBatch) -> tuple[Tensor, Tensor]:
+        return self.logprobs(batch), 0.5 * batch.loss_mask.float()
+
     def train_step(self, batch: PolicyBatch, loss: Loss, added: Sequence[Added] = ()) -> dict[str, Metric]:
         self.log.append("update")
         self.trained.append(batch)

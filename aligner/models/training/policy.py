@@ -78,6 +78,12 @@ class MegatronPolicy(_Trained):
         """log pi of the tokens in `loss_mask`, float32 [B, S] on the CPU, 0 elsewhere; no gradient, no dropout."""
         return self.model.run(batch, self._outputs, "logprobs")
 
+    def logprobs_and_entropy(self, batch: MaskedBatch) -> tuple[Tensor, Tensor]:
+        """`logprobs`, and in the same form the entropy, in nats, of the distributions that the tokens are of."""
+        field = Field(shape=tuple(batch.tokens.shape[1:]))
+        found = self.model.run_fields(batch, self._outputs, {"logprobs": field, "entropy": field})
+        return found["logprobs"], found["entropy"]
+
     def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
         """The `k` likeliest tokens in place of each in `loss_mask`, int64 [B, S, k], and their log-probs, float32; both 0 elsewhere.
 

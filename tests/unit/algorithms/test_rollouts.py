@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -12,10 +13,21 @@ import torch
 
 from aligner.errors import EngineError, ServerTimeout
 from aligner.online import collect as rollouts
-from aligner.online.collect import SampleRequest, Scorers, collect, finish, joined, response_metrics, sample_rows, sample_seeds, start
+from aligner.online.collect import (
+    SampleRequest,
+    ScoredRollouts,
+    Scorers,
+    collect,
+    finish,
+    joined,
+    response_metrics,
+    sample_rows,
+    sample_seeds,
+    start,
+)
 from aligner.online.policy_gradient import mini_batches
 from aligner.protocols import Replica
-from aligner.types import FinishReason, PolicyBatch, Scores, TokenTable
+from aligner.types import Episode, FinishReason, PolicyBatch, SampleTurn, Scores, TokenTable, TurnMark
 
 
 @pytest.fixture
@@ -275,6 +287,25 @@ def test_response_metrics_and_samples(fakes, prompts) -> None:
     (row,) = sample_rows(collected, str, count=1)
     assert (row.prompt, row.response, row.reward, row.finish_reason) == ("p0", "(7, 7, 7)", 1.0, FinishReason.length)
     assert (row.group, row.parts, row.tokens) == (prompts[0].id, {}, None)
+
+
+def test_sample_rows_of_a_session_are_complete_and_name_its_turns(fakes, prompts) -> None:
+    """A session of two branches and one of one: a row is never without the rest of its session."""
+    marks = [TurnMark(start=0, end=1, number=0, state=1, reward=0.25), TurnMark(start=2, end=3, number=2, state=2)]
+    first = replace(fakes.rollout(prompts[0], 5, 6, 7), turns=tuple(marks), written=(True, False, True), rows_left=1)
+    second = replace(fakes.rollout(prompts[0], 8), turns=(TurnMark(start=0, end=1, number=1, state=3),))
+    episodes = [
+        Episode(rollouts=(first, second), reward=1.0, group=0),
+        Episode(rollouts=(fakes.rollout(prompts[1], 9),), reward=0.0, group=1),
+    ]
+    rows = sample_rows(ScoredRollouts.of_episodes(episodes), lambda ids: "-".join(map(str, ids)), count=1, per_token={})
+    assert [(row.episode, row.reward) for row in rows] == [(0, 1.0), (0, 1.0)]
+    assert rows[0].turns == (SampleTurn(number=0, heard="", text="5", reward=0.25), SampleTurn(number=2, heard="6", text="7", reward=0.0))
+    assert rows[1].turns == (SampleTurn(number=1, heard="", text="8", reward=0.0),)
+    turns = rows[0].tokens.numbers["turn"]
+    assert (turns[0], turns[2]) == (0.0, 2.0) and math.isnan(turns[1]) and "turn" not in rows[1].tokens.numbers
+    (*_, alone) = sample_rows(ScoredRollouts.of_episodes(episodes), str, count=3)
+    assert (alone.episode, alone.turns) == (None, ())
 
 
 def test_sample_rows_with_tokens(fakes, prompts) -> None:

@@ -155,6 +155,14 @@ def test_training_learns(make_model):
     assert policy.logprobs(batch).sum() > 0.5 * before  # log-probs are negative: less than half is left of the loss
 
 
+def test_entropies_come_with_the_log_probs(make_model):
+    policy, batch = make_model("policy"), make_batch("sft")
+    logprobs, entropy = policy.logprobs_and_entropy(batch)
+    assert torch.equal(logprobs, policy.logprobs(batch)) and not entropy[~batch.loss_mask].any()
+    _, of_all = policy.topk(batch, VOCAB, below=VOCAB)
+    torch.testing.assert_close(entropy, -(of_all.exp() * of_all).sum(dim=-1), rtol=1e-4, atol=1e-5)
+
+
 def test_the_reference_keeps_weights_until_it_is_renewed_or_restored(make_model):
     policy, batch = make_model("policy", optimizer=adam()), make_batch("sft")
     first, reference = policy.logprobs(batch), ReferencePolicy(policy)
