@@ -15,16 +15,16 @@ from statistics import NormalDist, median
 
 from rich.console import Console
 
-from aligner.commands.report import step_of
 from aligner.errors import DataError
 from aligner.parallel.platform import PEAK_MEMORY
 from aligner.planner.report import JobPlan, table
 from aligner.planner.workload import GIB, Phase
+from aligner.reporting.charts import Panel, bars
 from aligner.reporting.formats import seconds
 from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.run_view import RunView
 from aligner.servers import wire
-from aligner.telemetry.spans import Span
+from aligner.telemetry.spans import Span, step_of
 
 RESPONSE_LENGTH = "rollout/response_length"
 REFIT = "refit"
@@ -64,6 +64,11 @@ class Comparison:
     planned_peak: int
     measured_peak: int | None
     has_trace: bool
+
+    def chart(self) -> Panel:
+        names = [row.phase if row.component in (self.rows[0].component, "job") else f"{row.component}: {row.phase}" for row in self.rows]
+        values = {"planned": [row.planned for row in self.rows], "measured": [row.measured for row in self.rows]}
+        return bars(f"plan against run, seconds of a step (medians of {self.num_steps})", names, values, "seconds")
 
 
 def lengths(directory: Path) -> list[str]:

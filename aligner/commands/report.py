@@ -10,13 +10,12 @@ from pathlib import Path
 from aligner.algorithms.registry import recipes
 from aligner.errors import AlignerError, DataError, describe_os_error
 from aligner.files import publish
+from aligner.reporting.charts import Panel
 from aligner.reporting.evaluations import markdown, read_evaluations
 from aligner.reporting.formats import Column
 from aligner.reporting.run_view import RunView
 from aligner.reporting.samples_report import text_of, write_report
-from aligner.telemetry.spans import Span, chrome_trace
-
-STEP = "step"  # the span of a training step, on every rank that trains
+from aligner.telemetry.spans import Span, chrome_trace, last_steps, step_of
 
 
 def report(directories: Sequence[Path], output: Path | None = None) -> int:
@@ -25,7 +24,7 @@ def report(directories: Sequence[Path], output: Path | None = None) -> int:
     output = runs[0].files.path / "report.html" if output is None else output
     columns = all_columns()
     try:
-        write_report(runs, output, columns)
+        write_report(runs, output, columns, _planned)
     except OSError as error:
         raise AlignerError(f"the report could not be written: {describe_os_error(error, output)}") from error
     for directory, run in zip(directories, runs, strict=True):
@@ -38,6 +37,15 @@ def report(directories: Sequence[Path], output: Path | None = None) -> int:
             print(f"\n{markdown(record)}")
     print(f"\nwritten to {output}")
     return 0
+
+
+def _planned(run: RunView) -> list[Panel]:
+    from aligner.commands.plan.command import against  # which imports this module
+
+    try:
+        return [against(run.files.path).chart()]
+    except AlignerError:  # two steps are not over, or its model is elsewhere: `aligner plan --against` says what is missing
+        return []
 
 
 def all_columns() -> list[Column]:
@@ -72,20 +80,6 @@ def publish_text(path: Path, text: str, what: str, use: str = "") -> None:
     except OSError as error:
         raise AlignerError(f"{what} could not be written: {describe_os_error(error, path)}") from error
     print(f"written to {path}{use}")
-
-
-def last_steps(spans: Sequence[Span], count: int) -> list[Span]:
-    """The spans that were under way when the last `count` training steps began, or began later; all of a run without steps."""
-    numbers = {number for span in spans if (number := step_of(span))}
-    first = sorted(numbers)[-count:][:1]
-    begin = min((span.start for span in spans if step_of(span) in first), default=float("-inf"))
-    return [span for span in spans if span.end > begin]
-
-
-def step_of(span: Span) -> int:
-    """The number of the training step that this span is; 0 for others."""
-    number = span.arguments.get("step", 0)
-    return number if span.name == STEP and isinstance(number, int) else 0
 
 
 def _summary(spans: Sequence[Span], num_damaged: int) -> str:

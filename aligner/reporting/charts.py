@@ -18,16 +18,16 @@ from aligner.reporting.diagnosis import Finding
 from aligner.reporting.formats import stretches
 from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.progress import phases, step_seconds
-from aligner.telemetry.spans import Span, rows
+from aligner.telemetry.spans import Span, last_steps, rows
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # Okabe and Ito's: distinct for the colour-blind
 GREY, FAINT = "#7a818e", "#7a818e40"  # of texts and lines, on light and on dark ground
 MAX_POINTS = 480  # of a line
 MAX_BARS = 60  # of the steps in a timeline; more are means of equal stretches
-MAX_SPANS = 2000  # of a timeline: the longest
+TRACED_STEPS, MAX_SPANS = 3, 2000  # of a timeline: the last steps, and of their spans the longest
 _DASHES = ("solid", "dashed", "dotted")
 _FEW = 40  # points that are drawn as dots too
-MORE = "more"
+MORE, TIMES = "more", "timeline"  # groups
 
 # Group, title and the metrics of a panel (a regular expression). A metric is in the first that fits; a title with {} is a panel for each.
 _PANELS = (
@@ -151,11 +151,20 @@ def group_of(metric: str) -> str:
     return GROUPS[_place(metric)[0]]
 
 
-def timeline(records: Sequence[StepMetrics], spans: Sequence[Span] = ()) -> Panel:
-    """Where the time goes: the phases of each step as a stacked bar; with the spans of a trace, what each lane of each component did."""
-    if spans:
-        option = _gantt(spans)
-        return Panel(title="what ran when, seconds", group="timeline", option=option, height=120 + 20 * len(option["yAxis"]["data"]))
+def times(records: Sequence[StepMetrics], spans: Sequence[Span]) -> list[Panel]:
+    """Where the time goes: the phases of each step, and what each component's lanes did in the last steps, as far as a run has them."""
+    return [panel for panel in (timeline(records), *([trace(spans)] if spans else [])) if panel.option["series"]]
+
+
+def trace(spans: Sequence[Span]) -> Panel:
+    """What each lane of each component did when, in the last steps."""
+    option = _gantt(last_steps(spans, TRACED_STEPS))
+    title = f"what ran when in the last {TRACED_STEPS} steps, seconds"
+    return Panel(title=title, group=TIMES, option=option, height=120 + 20 * len(option["yAxis"]["data"]))
+
+
+def timeline(records: Sequence[StepMetrics]) -> Panel:
+    """The phases of each step as a stacked bar."""
     timed = [(record.step, phases(record.values), seconds) for record in records if (seconds := step_seconds(record.values))]
     parts = stretches(timed, MAX_BARS)
     names = dict.fromkeys(name for _, own, _ in timed for name in own)
@@ -171,7 +180,18 @@ def timeline(records: Sequence[StepMetrics], spans: Sequence[Span] = ()) -> Pane
     option = _option(bars, "step", "value")
     option["xAxis"] |= {"type": "category", "data": [str(part[0][0]) for part in parts], "boundaryGap": True}
     option["legend"] |= {"show": True}
-    return Panel(title="phases of a step, seconds", group="timeline", option=option)
+    return Panel(title="phases of a step, seconds", group=TIMES, option=option)
+
+
+def bars(title: str, names: Sequence[str], values: Mapping[str, Sequence[float | None]], unit: str, stack: str = "") -> Panel:
+    """A row for each name, with a bar for each of the `values`, or with one that all of them make together (`stack`)."""
+    series = [{"name": name, "type": "bar", "stack": stack or name, "data": list(own), "barMaxWidth": 22} for name, own in values.items()]
+    option = _option(series, unit, "value")
+    option["grid"] |= {"left": 8, "containLabel": True}
+    option["tooltip"] |= {"axisPointer": {"type": "shadow"}}
+    option["xAxis"] |= {"min": 0, "max": None}
+    option["yAxis"] |= {"type": "category", "data": list(names), "inverse": True}
+    return Panel(title=title, group=TIMES, option=option, height=110 + (26 if stack else 44) * len(names))
 
 
 def _place(metric: str) -> tuple[int, int, str]:

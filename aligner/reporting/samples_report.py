@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from itertools import groupby
@@ -19,7 +19,7 @@ from markupsafe import Markup
 from aligner.data.vision import ImageStore, thumbnail
 from aligner.errors import DataError
 from aligner.files import is_plain_name
-from aligner.reporting.charts import MORE, Panel, panels, timeline
+from aligner.reporting.charts import MORE, Panel, panels, times
 from aligner.reporting.diagnosis import Diagnosis, diagnose
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.evaluations import COLUMNS, read_evaluations
@@ -47,13 +47,17 @@ class Reported:
     images: ImageStore | None = None
     evaluations: Sequence[Mapping[str, Any]] = ()  # of `read_evaluations`
     config: Mapping[str, Any] = field(default_factory=dict)
+    times: Sequence[Panel] = ()
 
     @classmethod
-    def read(cls, run: RunView, name: str) -> Reported:
+    def read(cls, run: RunView, name: str, planned: Sequence[Panel] = ()) -> Reported:
+        """`planned`: what its plan says of its times, as charts."""
         before, after = run.before_and_after()
+        records = run.metrics()
         return cls(
             name=name,
-            records=run.metrics(),
+            records=records,
+            times=[*times(records, run.spans()[0]), *planned],
             before=before,
             after=after,
             images=ImageStore(run.files.images),
@@ -62,11 +66,11 @@ class Reported:
         )
 
 
-def write_report(runs: Sequence[RunView], output: Path, columns: Sequence[Column]) -> None:
+def write_report(runs: Sequence[RunView], output: Path, columns: Sequence[Column], planned: Callable[[RunView], Sequence[Panel]]) -> None:
     """Write the report of these runs. Raises DataError if something of one is damaged, OSError if the file cannot be written."""
     names = [cell(run.files.path.name, _NAME_CHARS) for run in runs]
     shown = [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
-    page = render([Reported.read(run, name) for run, name in zip(runs, shown, strict=True)], columns)
+    page = render([Reported.read(run, name, planned(run)) for run, name in zip(runs, shown, strict=True)], columns)
     output.write_text(page, encoding="utf-8")
 
 
@@ -123,10 +127,10 @@ def _head(run: Reported, diagnosis: Diagnosis, *, several: bool) -> dict[str, An
 
 
 def _charts(runs: Sequence[Reported], marks: Sequence[Any]) -> list[Panel]:
-    """The curves of all runs together, each run's phases behind them; what has no group of its own comes last."""
+    """The curves of all runs together, each run's times behind them; what has no group of its own comes last."""
     curves = panels({run.name: run.records for run in runs}, marks=marks)
-    phases = [replace(panel, title=f"{panel.title}: {run.name}") for run in runs if (panel := timeline(run.records)).option["series"]]
-    return sorted([*curves, *phases], key=lambda panel: panel.group == MORE)
+    of_times = [replace(panel, title=f"{panel.title}: {run.name}") for run in runs for panel in run.times]
+    return sorted([*curves, *of_times], key=lambda panel: panel.group == MORE)
 
 
 def _figures(runs: Sequence[Reported], columns: Sequence[Column]) -> list[tuple[str, ...]]:

@@ -20,7 +20,7 @@ try:
     from aligner.studio import chat_page, compare_page, new_page, run_page, runs_page
     from aligner.studio.guard import PARAMETER, Guard
     from aligner.studio.runs import Runs
-    from aligner.studio.shared import Studio
+    from aligner.studio.shared import STYLE, Studio
 except ModuleNotFoundError as error:
     if error.name not in ("uvicorn", "fastapi", "nicegui"):
         raise
@@ -65,7 +65,7 @@ def application(about: Studio) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for register in PAGES:
         register(about)
-    ui.add_head_html('<script>document.documentElement.lang = "en"</script>', shared=True)
+    ui.add_head_html(f'<script>document.documentElement.lang = "en"</script>{STYLE}', shared=True)
     ui.run_with(app, title="aligner studio", dark=None, show_welcome_message=False, reconnect_timeout=30.0)
     return app
 

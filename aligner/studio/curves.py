@@ -12,6 +12,7 @@ from aligner.reporting.charts import GROUPS, Panel, group_of, panels
 from aligner.reporting.diagnosis import Finding
 from aligner.reporting.jsonl import StepMetrics
 from aligner.studio.runs import Run
+from aligner.studio.shared import chart
 
 ALL = "all"
 GRID = "display: grid; width: 100%; gap: 16px; grid-template-columns: repeat(auto-fill, minmax(min(480px, 100%), 1fr))"
@@ -89,13 +90,8 @@ class Curves:
     def _draw(self, shown: Sequence[Panel]) -> None:
         if list(self._charts) != [panel.title for panel in shown]:
             self._grid.clear()
-            self._charts = {}
             with self._grid:
-                for panel in shown:
-                    with ui.card().classes("w-full q-pa-sm"):
-                        ui.label(panel.title).classes("text-subtitle2")
-                        chart = ui.echart(panel.option).style(f"height: {panel.height}px; width: 100%")
-                        self._charts[panel.title] = chart.props(f'role="img" aria-label="chart: {panel.title}"')
+                self._charts = {panel.title: chart(panel) for panel in shown}
             return
         for panel in shown:
             options = self._charts[panel.title].options

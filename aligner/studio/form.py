@@ -15,8 +15,7 @@ from aligner.models.checkpoint.files import LATEST
 from aligner.settings.command_line import quoted
 from aligner.settings.explain import MATTER
 from aligner.settings.schema import SchemaKey
-from aligner.studio.runs import Runs, is_run
-from aligner.telemetry.run_files import RunFiles
+from aligner.studio.runs import LAUNCH_LOG, Runs, is_run
 
 DIRECTORY = "run.directory"  # made from the run's name
 IMPORTANT = "most important"
@@ -111,16 +110,13 @@ def models_of(runs: Runs) -> list[str]:
     return [str(path) for path in found]
 
 
-def launch_log(directory: Path) -> Path:
-    return RunFiles(directory).logs / "launch.log"
-
-
 def start(place: str, config: str, overrides: Sequence[str], directory: Path, *, read_only: bool) -> subprocess.Popen[bytes]:
     """`aligner launch` in a session of its own, which outlives the studio; its output goes into the run's logs. Raises ConfigError in a
     read-only studio, OSError."""
     if read_only:
         raise ConfigError("--read-only: this studio starts nothing")
-    launch_log(directory).parent.mkdir(parents=True, exist_ok=True)
+    log = directory / LAUNCH_LOG
+    log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-u", "-m", "aligner.cli", *command_of(place, config, overrides)[1:]]
-    with launch_log(directory).open("ab") as output:
+    with log.open("ab") as output:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)

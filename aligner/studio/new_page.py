@@ -13,18 +13,18 @@ from nicegui import run as background
 from nicegui import ui
 
 from aligner.errors import AlignerError, ServerError
+from aligner.reporting.charts import Panel
 from aligner.settings.explain import shipped
 from aligner.settings.schema import SchemaKey
 from aligner.studio import form
-from aligner.studio.runs import is_run, tail
-from aligner.studio.shared import Studio, frame, later
+from aligner.studio.runs import LAUNCH_LOG, is_run, tail
+from aligner.studio.shared import Studio, chart, frame, later
 from aligner.studio.worker import PREVIEWED, Worker
 
 PAUSE_SECONDS = 0.6  # without a change, before a form is checked
 START_SECONDS = 120.0  # for a run to write its first file
 MOST_FOUND = 40  # settings that a search shows
 PIECE = 4000  # characters of a sample that are shown in one colour
-GIB = 2**30
 MODELS = "models-of-the-folder"  # id of the list of suggestions
 MONO = "white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace; font-size: 0.8rem"
 _LEFT = "flex: 3 1 30rem; min-width: 0"
@@ -198,7 +198,7 @@ class NewRun:
         self.plan.clear()
         with self.plan:
             if found["refusal"]:
-                ui.label(f"Cannot start: {found['refusal']}").classes("text-red-10").style("white-space: pre-wrap")
+                ui.label(f"Cannot start: {found['refusal']}").classes("text-negative").style("white-space: pre-wrap")
             if found["no_plan"] and found["no_plan"] != found["refusal"]:
                 ui.label(f"No plan: {found['no_plan']}").style("white-space: pre-wrap")
             if found["plan"] is not None:
@@ -230,9 +230,9 @@ class NewRun:
             process = form.start(self.place.value, self.config.value, settings, directory, read_only=self.studio.read_only)
             for _ in range(int(START_SECONDS)):
                 await asyncio.sleep(1.0)
-                if process.poll() is not None or (self.place.value == "local" and is_run(directory)):
+                if process.poll() is not None or (self.place.value == "local" and (directory / "run.json").is_file()):
                     break
-            self.said.text = "\n".join(tail(form.launch_log(directory), 1 << 12)) if process.poll() else "started"
+            self.said.text = "\n".join(tail(directory / LAUNCH_LOG, 1 << 12)) if process.poll() else "started"
             if not process.poll():
                 ui.navigate.to(f"/run/{quote(self.name.value)}")
         except (AlignerError, OSError) as error:
@@ -261,41 +261,13 @@ def _copied(what: str) -> ui.label:
 
 def _show_plan(plan: dict[str, Any]) -> None:
     for problem in plan["problems"]:
-        ui.label(f"Does not fit: {problem}").classes("text-red-10")
+        ui.label(f"Does not fit: {problem}").classes("text-negative")
     if not plan["problems"]:
-        ui.label("Fits").classes("text-green-10 text-weight-medium")
+        ui.label("Fits").classes("text-positive text-weight-medium")
     for line in plan["lines"]:
         ui.label(line)
-    for component in plan["components"]:
-        ui.label(component["layout"]).classes("text-caption text-grey-9")
-        chart = ui.echart(bars(component)).classes("w-full").style(f"height: {8 + 2 * len(component['phases'])}rem")
-        chart.props["role"], chart.props["aria-label"] = "img", component["memory"]
-        ui.label(component["memory"]).classes("text-caption")
-
-
-def bars(component: dict[str, Any]) -> dict[str, Any]:
-    """ECharts' options: memory of each phase on the fullest rank, by what it holds, against the limit."""
-    limit, peak = component["limit"] / GIB, component["peak"] / GIB
-    series: list[dict[str, Any]] = [
-        {"type": "bar", "stack": "memory", "name": name, "data": [round(one / GIB, 4) for one in sizes], "barMaxWidth": 22}
-        for name, sizes in component["columns"].items()
-    ]
-    label = {"formatter": f"limit {limit:.1f}", "color": "#b91c1c", "position": "start"}
-    line = {"silent": True, "symbol": "none", "lineStyle": {"color": "#b91c1c", "width": 2}, "label": label, "data": [{"xAxis": limit}]}
-    series.append({"type": "bar", "stack": "memory", "data": [], "markLine": line})
-    return {
-        "animation": False,
-        "legend": {"bottom": 0, "type": "scroll", "data": list(component["columns"])},
-        "tooltip": {"trigger": "axis", "axisPointer": {"type": "shadow"}},
-        "grid": {"left": 8, "right": 24, "top": 24, "bottom": 56, "containLabel": True},
-        "xAxis": {
-            "type": "value",
-            "max": round(max(limit, peak) * 1.02, 1),
-            "axisLabel": {"formatter": "{value} GiB", "showMaxLabel": False},
-        },
-        "yAxis": {"type": "category", "data": component["phases"], "inverse": True},
-        "series": series,
-    }
+    for panel in plan["panels"]:
+        chart(Panel(**panel))
 
 
 def _show_set(one: dict[str, Any]) -> None:
@@ -306,8 +278,8 @@ def _show_set(one: dict[str, Any]) -> None:
             ui.label(f"{sample['source']}{note}: {row['tokens']} tokens{row['seen']}").classes("text-caption text-weight-medium")
             with ui.element("div").style(MONO).classes("w-full"):
                 for text, is_learnt in row["pieces"]:
-                    colour = "background: #bbf7d0; color: #052e16; text-decoration: underline" if is_learnt else "color: #374151"
-                    ui.label(text[:PIECE]).style(f"display: inline; white-space: pre-wrap; {colour}")
+                    style = "background: #bbf7d0; color: #052e16; text-decoration: underline" if is_learnt else ""
+                    ui.label(text[:PIECE]).style(f"display: inline; white-space: pre-wrap; {style}").classes("" if is_learnt else "muted")
         for image in sample["images"]:
             ui.image(image).classes("w-32").props('alt="image of the sample"')
     ui.label("Green and underlined: tokens in the loss; grey: the prompt and what else is not trained.").classes("text-caption")

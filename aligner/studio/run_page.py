@@ -16,15 +16,16 @@ from nicegui import run as background
 from nicegui import ui
 
 from aligner.commands.model_card import changed_settings
-from aligner.errors import AlignerError
-from aligner.reporting.charts import timeline
+from aligner.errors import AlignerError, ServerError
+from aligner.reporting.charts import Panel, times
 from aligner.reporting.evaluations import COLUMNS, read_evaluations
 from aligner.reporting.formats import seconds
 from aligner.settings.command_line import override
 from aligner.studio.curves import Curves
 from aligner.studio.runs import Run, tail
 from aligner.studio.samples import Samples
-from aligner.studio.shared import Studio, badge, code, found, frame, later
+from aligner.studio.shared import Studio, badge, chart, code, found, frame, later
+from aligner.studio.worker import Worker
 from aligner.telemetry.terminal import plain
 
 REFRESH_SECONDS = 2.0
@@ -35,20 +36,21 @@ PARTS = ("curves", "time", "samples", "findings", "settings", "logs", "files")
 
 def register(studio: Studio) -> None:
     """Serve the pages at `/run/NAME`; `?part=samples` opens one of PARTS."""
+    planner = Worker()
 
     @ui.page("/run/{name:path}")
     def page(name: str, part: str = "curves") -> None:
         async def build() -> None:
             if (run := await found(studio, name)) is not None:
-                await _RunPage(run).build(part if part in PARTS else PARTS[0])
+                await _RunPage(run, planner).build(part if part in PARTS else PARTS[0])
 
         with frame(name or studio.runs.folder.name):
             later(build)
 
 
 class _RunPage:
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, planner: Worker) -> None:
+        self._run, self._planner = run, planner
         self._curves = Curves([run])
         self._refreshes: dict[str, Callable[[], Any]] = {}  # of the part that is open
         self._built: set[str] = set()
@@ -107,15 +109,23 @@ class _RunPage:
     async def _show_time(self) -> None:
         run = self._run
         spans, damaged = await background.io_bound(run.view.spans)
-        for panel in (timeline(run.steps), *([timeline(run.steps, spans)] if spans else [])):
-            with ui.card().classes("w-full"):
-                ui.label(panel.title).classes("text-subtitle2")
-                ui.echart(panel.option).style(f"height: {panel.height}px; width: 100%")
+        for panel in times(run.steps, spans):
+            chart(panel)
+        place = ui.column().classes("w-full")
         if damaged:
             ui.label(f"{damaged} lines of the trace cannot be read")
         ui.label("Against the plan, and the trace for ui.perfetto.dev:")
         code(f"aligner plan --against {shlex.quote(str(run.files.path))}")
         code(f"aligner trace {shlex.quote(str(run.files.path))}")
+        with place:
+            waiting = ui.label("planning the run, to compare it with its plan ...").classes("muted")
+            try:
+                panel = Panel(**await self._planner.ask("against", str(run.files.path), []))
+            except ServerError as error:
+                waiting.text = f"no plan to compare with: {error}"
+                return
+            place.clear()
+            chart(panel)
 
     async def _show_samples(self) -> None:
         await Samples([self._run]).build()

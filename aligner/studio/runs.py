@@ -27,6 +27,7 @@ DEPTH = 6  # folders below the studio's in which runs are looked for
 SCAN_SECONDS, LOOK_SECONDS = 10.0, 1.0  # between two searches for runs, and two looks at the files of one
 JUDGE_SECONDS, MOST_JUDGED = 30.0, 500  # between two diagnoses; steps of a run after which the rules are judged
 RECENT = 20  # steps whose mean pace gives the time left
+LAUNCH_LOG, SUBMITTED = "logs/launch.log", "Submitted batch job "  # what `aligner launch` said, if the studio started it; of sbatch
 ARCHIVE = ".aligner_studio.json"  # in the studio's folder: the runs that are put away
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 
@@ -159,10 +160,15 @@ def _ended(files: RunFiles, steps: list[StepMetrics]) -> State:
             return State("queued", f"Slurm job {newest.get('job', '?')}")
         kind = "stopped" if newest.get("ending") in ("stopped", "terminated") else "failed"
         return State(kind, f"{newest.get('ending', '')} {newest.get('reason', '')}".strip())
+    if reason := _last_error(files):
+        return State("failed", reason)
     if files.identity.is_file():
-        reason = _last_error(files)
-        return State("failed", reason) if reason else State("stopped", f"after step {steps[-1].step}" if steps else "before the first step")
-    return State("queued", "has not begun") if files.config.is_file() else State("unknown")
+        return State("stopped", f"after step {steps[-1].step}" if steps else "before the first step")
+    log = files.path / LAUNCH_LOG
+    lines = tail(log, 1 << 12) if log.is_file() else []
+    job = next((line.removeprefix(SUBMITTED) for line in reversed(lines) if line.startswith(SUBMITTED)), "")
+    is_begun = log.is_file() or files.config.is_file()
+    return State("queued", f"Slurm job {job}" if job else "has not begun") if is_begun else State("unknown")
 
 
 def _last_error(files: RunFiles) -> str:
@@ -246,8 +252,8 @@ class Runs:
 
 
 def is_run(path: Path) -> bool:
-    """Whether this is the directory of a run, begun or prepared."""
-    return (path / "run.json").is_file() or (path / "metrics.jsonl").is_file()
+    """Whether this is the directory of a run, begun or started."""
+    return any((path / name).is_file() for name in ("run.json", "metrics.jsonl", LAUNCH_LOG))
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:

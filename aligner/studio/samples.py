@@ -1,4 +1,4 @@
-"""Sample rollouts and responses to validation prompts, of one run by step, or of several runs for the same prompts."""
+"""Sample rollouts and responses to validation prompts: of one run by step, of its first and last step, or of several runs, by prompt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from aligner.studio.tokens import show_tokens
 from aligner.types import FinishReason, SampleRow
 
 PAGE = 20  # prompts that are shown at once
+NEWEST, BOTH = -1, -2  # in place of a step
 BOX = "white-space: pre-wrap; overflow: auto; max-height: 20rem; overflow-wrap: anywhere"
 KINDS = {"rollouts": "Rollouts", "validation": "Validation"}
 
@@ -43,20 +45,31 @@ class Filter:
         return in_bounds and found and (not self.only_truncated or row.finish_reason is FinishReason.length)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One response, or all rows of a session, which share a reward; `of` names its run and step."""
+
+    of: str
+    rows: Sequence[SampleRow]
+
+
+Prompts = dict[tuple[str, tuple[str, ...]], list[Answer]]  # by text and images
+
+
 class Samples:
-    """Of one run: by kind and step. Of several: the newest step that each has, prompt by prompt."""
+    """By kind and step; of several runs the newest step that each has, unless another is chosen."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
         self._kind = "rollouts" if len(runs) == 1 else "validation"
-        self._step: int | None = None
+        self._step = NEWEST
         self._filter = Filter()
         self._page = 1
 
     async def build(self) -> None:
         with ui.row().classes("w-full items-center gap-4"):
             ui.toggle(KINDS, value=self._kind, on_change=lambda event: self._set(kind=event.value)).props("no-caps dense")
-            self._steps = ui.select([], label="Step", on_change=lambda event: self._set(step=event.value)).classes("w-32")
+            self._steps = ui.select({}, label="Step", on_change=lambda event: self._set(step=event.value)).classes("w-40")
             ui.input("Search", on_change=lambda event: self._set(text=event.value or "")).props("clearable debounce=300").classes("w-64")
             ui.number("Reward from", on_change=lambda event: self._set(least=_bound(event.value, -math.inf))).classes("w-32")
             ui.number("to", on_change=lambda event: self._set(most=_bound(event.value, math.inf))).classes("w-32")
@@ -66,7 +79,7 @@ class Samples:
 
     async def _set(self, *, kind: str = "", step: int | None = None, **changed: Any) -> None:
         if kind:
-            self._kind, self._step = kind, None
+            self._kind, self._step = kind, NEWEST
         elif step is not None:
             self._step = step
         values = {name: getattr(self._filter, name) for name in Filter.__slots__}
@@ -75,9 +88,9 @@ class Samples:
 
     async def _show(self) -> None:
         steps = await background.io_bound(lambda: sorted({step for run in self._runs for step in self._files(run)}))
-        if len(self._runs) == 1 and self._step not in steps:
-            self._step = steps[-1] if steps else None
-        self._steps.set_options(steps, value=self._step)
+        several = {BOTH: "before and after"} if len(steps) > 1 else {}
+        newest = {NEWEST: f"newest: {steps[-1]}" if steps else "newest"}
+        self._steps.set_options({**newest, **several} | {step: str(step) for step in steps}, value=self._step)
         self._shown.clear()
         try:
             found = await background.io_bound(self._read)
@@ -102,37 +115,65 @@ class Samples:
         folder = run.files.rollouts if self._kind == "rollouts" else run.files.validation
         return {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.jsonl") if path.stem[5:].isdigit()}
 
-    def _read(self) -> dict[tuple[str, tuple[str, ...]], list[tuple[str, SampleRow]]]:
-        """The samples by prompt and images, each with its run's name; a prompt all of whose answers are filtered out is left out."""
-        found: dict[tuple[str, tuple[str, ...]], list[tuple[str, SampleRow]]] = {}
+    def _read(self) -> Prompts:
+        """The samples by prompt; one all of whose answers are filtered out is left out, and before and after one that only one step has."""
+        found: Prompts = {}
         for run in self._runs:
             files = self._files(run)
-            step = self._step if self._step in files else max(files, default=None)
-            for row in read_rows(files[step]) if step is not None else []:
-                found.setdefault((row.prompt, row.images), []).append((f"{run.name}, step {step}", row))
-        return {key: rows for key, rows in found.items() if any(self._filter.admits(row) for _, row in rows)}
+            for step in _chosen(sorted(files), self._step):
+                for _, rows in groupby(read_rows(files[step]), key=lambda row: id(row) if row.episode is None else row.episode):
+                    answer = Answer(f"{run.name}, step {step}", list(rows))
+                    found.setdefault((answer.rows[0].prompt, answer.rows[0].images), []).append(answer)
+        least = 2 if self._step == BOTH else 1
+        return {key: own for key, own in found.items() if any(map(self._admits, own)) and len({one.of for one in own}) >= least}
 
-    def _group(self, prompt: str, images: tuple[str, ...], answers: Sequence[tuple[str, SampleRow]]) -> None:
+    def _admits(self, answer: Answer) -> bool:
+        return any(map(self._filter.admits, answer.rows))
+
+    def _group(self, prompt: str, images: tuple[str, ...], answers: Sequence[Answer]) -> None:
         with ui.card().classes("w-full"):
-            ui.label(prompt).style(BOX).classes("text-body2 text-grey-8")
+            ui.label(prompt).style(BOX).classes("text-body2 muted").props('tabindex="0"')
             with ui.row():
                 for digest in images:
                     if uri := image_of([ImageStore(run.files.images) for run in self._runs], digest):
                         ui.image(uri).style("width: 160px").props('alt="image of the prompt"')
             with ui.element("div").style(GRID):
-                for name, row in answers:
-                    with ui.column().classes("gap-1" if self._filter.admits(row) else "gap-1 opacity-40"):
-                        with ui.row().classes("items-center gap-2"):
-                            ui.label(f"{row.reward:+.3f}").classes("text-weight-bold")
-                            if row.finish_reason is not FinishReason.stop:
-                                ui.badge(row.finish_reason.value).props("color=amber-3 text-color=black")
-                            if len(self._runs) > 1:
-                                ui.label(name).classes("text-caption")
-                            if row.parts:
-                                ui.label(", ".join(f"{part} {value:.3g}" for part, value in row.parts.items())).classes("text-caption")
-                            if row.tokens is not None:
-                                ui.button("Tokens", on_click=partial(show_tokens, row)).props("flat dense no-caps size=sm")
-                        ui.label(row.response).style(BOX).classes("text-body2")
+                for answer in answers:
+                    self._show_answer(answer)
+
+    def _show_answer(self, answer: Answer) -> None:
+        rows, first = answer.rows, answer.rows[0]
+        told = [answer.of] if len(self._runs) > 1 or self._step == BOTH else []
+        told += [f"session {first.episode} of {len(rows)} branches"] if len(rows) > 1 else []
+        told += [f"{part} {value:.3g}" for part, value in first.parts.items()]
+        told += [] if self._admits(answer) else ["outside the filter"]
+        with ui.column().classes("gap-1"):
+            with ui.row().classes("items-center gap-2"):
+                ui.label(f"{first.reward:+.3f}").classes("text-weight-bold")
+                if rows[-1].finish_reason is not FinishReason.stop:
+                    ui.badge(rows[-1].finish_reason.value).props("color=amber-3 text-color=black")
+                ui.label(", ".join(told)).classes("text-caption")
+            for number, row in enumerate(rows, start=1):
+                if len(rows) > 1:
+                    ui.label(f"branch {number}").classes("text-caption text-weight-bold")
+                if row.tokens is not None:
+                    ui.button("Tokens", on_click=partial(show_tokens, row)).props("flat dense no-caps size=sm")
+                with ui.element("div").style(BOX).classes("text-body2").props('tabindex="0" role="group" aria-label="Response"'):
+                    for turn in row.turns:
+                        reward = f", reward {turn.reward:+.3g}" if turn.reward else ""
+                        if turn.heard:
+                            ui.label(turn.heard).classes("muted")
+                        ui.label(f"turn {turn.number + 1}{reward}").classes("text-caption text-weight-bold")
+                        ui.label(turn.text)
+                    if not row.turns:
+                        ui.label(row.response)
+
+
+def _chosen(steps: Sequence[int], step: int) -> Sequence[int]:
+    """Those of a run's steps to show: the newest, if it has not the one that was asked for."""
+    if step == BOTH:
+        return sorted({*steps[:1], *steps[-1:]})
+    return [step] if step in steps else steps[-1:]
 
 
 def _bound(value: float | None, missing: float) -> float:

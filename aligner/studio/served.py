@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import aiohttp
 
@@ -26,15 +26,26 @@ Turn = Mapping[str, str]  # role, content
 @dataclass(kw_only=True)
 class Served:
     process: asyncio.subprocess.Process
-    log: Path
-    key_file: Path
+    output: IO[bytes]  # what it printed, its key too: a file without a name, which is gone with the studio, however that ends
     used: float  # when, the last time
     url: str = ""
+    key: str = ""
     is_chatting: bool = True  # it has a chat template
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key_file.read_text().strip()}"}
+        return {"Authorization": f"Bearer {self.key}"}
+
+    def lines(self) -> list[str]:
+        """The last that it printed."""
+        return tail(Path(f"/proc/self/fd/{self.output.fileno()}"), 1 << 14)
+
+    def said(self, name: str) -> str:
+        """What it printed behind `name: `; empty if it has not yet."""
+        return next((line.removeprefix(f"{name}: ") for line in self.lines() if line.startswith(f"{name}: ")), "")
+
+    def failure(self) -> str:
+        return self.said("error") or "\n".join([line for line in self.lines() if not line.startswith("key: ")][-8:])
 
 
 class Models:
@@ -43,7 +54,6 @@ class Models:
     def __init__(self) -> None:
         self._served: dict[str, Served] = {}
         self._turn = asyncio.Lock()
-        self._folder = TemporaryDirectory(prefix="aligner-studio-")  # keys: for this user alone
         self._watch: asyncio.Task[None] | None = None
 
     async def get(self, model: str) -> Served:
@@ -54,14 +64,12 @@ class Models:
             served = self._served.get(model)
             if served is None or served.process.returncode is not None:
                 served = self._served[model] = await self._start(model)
-            while not served.url:
-                lines = tail(served.log, 1 << 14)
+            while not served.key:
                 if served.process.returncode is not None:
-                    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-                    raise ServerError("\n".join(errors or lines[-8:]))
+                    raise ServerError(served.failure())
                 if time.monotonic() - served.used > READY_SECONDS:
                     served.process.kill()
-                served.url = next((line.removeprefix("url: ") for line in lines if line.startswith("url: ")), "")
+                served.url, served.key = served.said("url"), served.said("key")
                 await asyncio.sleep(LOOK_SECONDS)
             served.used = time.monotonic()
         about = served.url.removesuffix("/v1") + "/tokenizer_info"
@@ -70,19 +78,16 @@ class Models:
         return served
 
     async def _start(self, model: str) -> Served:
-        began = time.monotonic()
-        log, key = (Path(self._folder.name, f"{began}.{what}") for what in ("log", "key"))
-        command = [sys.executable, "-u", "-m", "aligner.cli", "serve", model, "--port", "0", "--key-file", str(key)]
-        with log.open("wb") as output:
-            none = asyncio.subprocess.DEVNULL
-            process = await asyncio.create_subprocess_exec(*exec_command(command), stdin=none, stdout=output, stderr=output)
+        command = exec_command([sys.executable, "-u", "-m", "aligner.cli", "serve", model, "--port", "0"])
+        output, none = TemporaryFile(), asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=output, stderr=output)
         self._watch = self._watch or asyncio.create_task(self._stop_unused())
-        return Served(process=process, log=log, key_file=key, used=began)
+        return Served(process=process, output=output, used=time.monotonic())
 
     async def _stop_unused(self) -> None:
         while True:
             await asyncio.sleep(IDLE_SECONDS / 10)
-            unused = [name for name, one in self._served.items() if one.url and time.monotonic() - one.used > IDLE_SECONDS]
+            unused = [name for name, one in self._served.items() if one.key and time.monotonic() - one.used > IDLE_SECONDS]
             for served in map(self._served.pop, unused):
                 if served.process.returncode is None:
                     served.process.terminate()
@@ -106,7 +111,7 @@ class Models:
                         said = choice.get("delta", {})
                         yield choice.get("text") or (said.get("reasoning_content") or "") + (said.get("content") or "")
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise ServerError("\n".join([f"no answer: {error!r}", *tail(served.log, 1 << 12)[-3:]])) from error
+            raise ServerError(f"no answer: {error!r}\n{served.failure()}") from error
 
 
 def as_text(turns: Sequence[Turn]) -> str:

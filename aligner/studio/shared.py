@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from nicegui import run as background
 from nicegui import ui
 
+from aligner.reporting.charts import Panel
 from aligner.studio.runs import Run, Runs
 
 
@@ -20,6 +21,7 @@ class Studio:
     read_only: bool = False
 
 
+BLUE = "#1d4ed8"
 LINKS = {"Runs": "/", "New run": "/new", "Chat": "/chat"}
 # Colours of a state and of the text on it, with a contrast of at least 4.5.
 _BADGES = {
@@ -37,12 +39,21 @@ def state_badge(kind: str) -> tuple[str, str]:
     return _BADGES.get(kind, ("grey-4", "black"))
 
 
+# Quasar's colors for texts are too dark on its dark ground, and its mark of the focus is faint.
+STYLE = """<style>
+.muted { color: #4b5563 } .body--dark .muted { color: #c4c9d4 }
+.body--dark { --q-primary: #9db9ff !important; --q-negative: #ff9a92 !important; --q-positive: #7ddf9a !important }
+.body--dark .bg-primary.text-white { color: #10131a !important }
+:focus-visible { outline: 2px solid currentColor; outline-offset: 2px }
+</style>"""
+
+
 @contextmanager
 def frame(title: str) -> Iterator[None]:
     """The page's header with the links to the others, and its body within."""
     ui.page_title(f"{title} - aligner studio")
-    ui.colors(primary="#1d4ed8")
-    with ui.header().classes("items-center q-py-xs gap-4"):
+    ui.colors(primary=BLUE, negative="#b91c1c", positive="#15803d")
+    with ui.header().classes("items-center q-py-xs gap-4").style(f"background: {BLUE}"):
         ui.label("aligner studio").classes("text-subtitle1 text-weight-medium")
         with ui.element("nav").props('aria-label="Pages"').classes("row gap-4"):
             for name, target in LINKS.items():
@@ -56,6 +67,15 @@ def badge(kind: str) -> None:
     """A run's state."""
     colour, ink = state_badge(kind)
     ui.badge(kind).props(f"color={colour} text-color={ink}")
+
+
+def chart(panel: Panel) -> ui.echart:
+    """A card with the panel."""
+    with ui.card().classes("w-full q-pa-sm"):
+        ui.label(panel.title).classes("text-subtitle2")
+        drawn = ui.echart(panel.option).style(f"height: {panel.height}px; width: 100%").props('role="img"')
+    drawn.props["aria-label"] = f"chart: {panel.title}"
+    return drawn
 
 
 def code(text: str) -> ui.label:

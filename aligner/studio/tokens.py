@@ -1,4 +1,4 @@
-"""A response token by token, colored by one of its numbers: log-probs, their gap, advantages, values."""
+"""A response token by token, colored by one of its numbers: log-probs, their gap, entropy, KL, advantages, values, turns."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ def show_tokens(row: SampleRow) -> None:
 
 
 def derived(table: TokenTable) -> dict[str, Sequence[float]]:
-    """The table's numbers, and differences of its log-probs: the gap of sampler and trainer, and the log-ratio to the reference."""
+    """The table's numbers, and differences of its log-probs: the gap of sampler and trainer, and the log-ratio to the reference, whose mean
+    over what the policy samples is its KL."""
     numbers: dict[str, Sequence[float]] = dict(table.numbers)
     if {"sampler", "trainer"} <= numbers.keys():
         numbers["gap"] = [abs(a - b) for a, b in zip(numbers["sampler"], numbers["trainer"], strict=True)]
     if {"trainer", "reference"} <= numbers.keys():
-        numbers["log-ratio to the reference"] = [a - b for a, b in zip(numbers["trainer"], numbers["reference"], strict=True)]
+        numbers["KL to the reference"] = [a - b for a, b in zip(numbers["trainer"], numbers["reference"], strict=True)]
     return numbers or {"none": [math.nan] * len(table.texts)}
 
 

@@ -98,24 +98,34 @@ def _check(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 def _planned(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     from aligner.commands.plan.command import load, plan_config
     from aligner.planner.estimate import Scales
-    from aligner.planner.report import COLUMNS, describe, fullest, gib, listed, seconds
+    from aligner.planner.report import listed, seconds
 
     settings: Any = load(config, overrides)
     job = plan_config(config, settings, Scales(settings.cluster.device))
-    components = []
-    for plan in job.components:
-        name, moments = plan.component.name, [fullest(plan, phase) for phase in plan.component.work.phases]
-        columns = {column: [sum(one.parts.get(part, 0) for part in parts) for one in moments] for column, parts in COLUMNS.items()}
-        component = {"peak": plan.peak.total, "limit": plan.limit, "phases": [one.phase.value for one in moments]}
-        component["layout"] = f"{name} on {plan.component.num_ranks} ranks: {describe(plan.component)}"
-        component["memory"] = f"memory of {name}: {gib(plan.peak.total)} of {gib(plan.limit)} GiB at its peak"
-        components.append(component | {"columns": {column: sizes for column, sizes in columns.items() if any(sizes)}})
     nodes, whole = math.ceil(job.num_ranks / job.cluster.gpus_per_node), job.run.run_seconds
     lines = [f"A step takes {seconds(job.step_seconds)} ({listed(job.run.phases, seconds)}), with {job.num_ranks} ranks."]
     if math.isfinite(whole):
         hours = f"{nodes * whole / 3600:,.2f} node hours on {nodes} of its nodes"
         lines.append(f"All {settings.loop.max_steps} steps take {seconds(whole)}: {hours}.")
-    return {"problems": list(job.problems), "lines": lines, "components": components}
+    return {"problems": list(job.problems), "lines": lines, "panels": [asdict(_memory(plan)) for plan in job.components]}
+
+
+def _memory(plan: Any) -> Any:
+    """A chart of the memory of a component's fullest rank, by phase and what holds it, against the limit."""
+    from aligner.planner.report import COLUMNS, describe, fullest, gib
+    from aligner.planner.workload import GIB
+    from aligner.reporting.charts import bars
+
+    moments = [fullest(plan, phase) for phase in plan.component.work.phases]
+    columns = {name: [round(sum(one.parts.get(part, 0) for part in parts) / GIB, 4) for one in moments] for name, parts in COLUMNS.items()}
+    name, limit = f"{plan.component.name} on {plan.component.num_ranks} ranks ({describe(plan.component)})", plan.limit / GIB
+    title = f"memory of {name}: {gib(plan.peak.total)} of {gib(plan.limit)} GiB at its peak"
+    held = {column: sizes for column, sizes in columns.items() if any(sizes)}
+    found = bars(title, [one.phase.value for one in moments], held, "GiB", stack="memory")
+    line = {"symbol": "none", "lineStyle": {"color": "#dc2626"}, "label": {"formatter": "limit", "color": "#dc2626"}}
+    found.option["series"].append({"type": "bar", "stack": "memory", "data": [], "markLine": line | {"data": [{"xAxis": limit}]}})
+    found.option["xAxis"]["max"] = round(max(limit, plan.peak.total / GIB) * 1.02, 1)
+    return found
 
 
 def _preview(config: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -130,6 +140,15 @@ def _preview(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     return {"sets": sets}
 
 
+def _against(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The chart of the run in the directory `config` beside its plan."""
+    from pathlib import Path
+
+    from aligner.commands.plan.command import against
+
+    return asdict(against(Path(config)).chart())
+
+
 def _script(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The batch script that `aligner launch slurm` would submit."""
     from aligner.commands.parts import LaunchOptions
@@ -140,7 +159,7 @@ def _script(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     return {"script": text.getvalue()}
 
 
-ACTIONS = {"describe": _describe, "check": _check, "preview": _preview, "script": _script}
+ACTIONS = {"describe": _describe, "check": _check, "preview": _preview, "script": _script, "against": _against}
 
 
 def main(requests: IO[str], answers: IO[str]) -> None:

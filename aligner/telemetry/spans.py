@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 NANOSECONDS = 10**9
+STEP = "step"  # the span of a training step, on every rank that trains
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,20 @@ def _rows(component: str, lane: str, spans: Sequence[Span]) -> list[Row]:
         placed[number].append(span)
         open_ends[number].append(end)
     return [Row(component, lane, number, tuple(held)) for number, held in enumerate(placed)]
+
+
+def last_steps(spans: Sequence[Span], count: int) -> list[Span]:
+    """The spans that were under way when the last `count` training steps began, or began later; all of a run without steps."""
+    numbers = {number for span in spans if (number := step_of(span))}
+    first = sorted(numbers)[-count:][:1]
+    begin = min((span.start for span in spans if step_of(span) in first), default=float("-inf"))
+    return [span for span in spans if span.end > begin]
+
+
+def step_of(span: Span) -> int:
+    """The number of the training step that this span is; 0 for others."""
+    number = span.arguments.get("step", 0)
+    return number if span.name == STEP and isinstance(number, int) else 0
 
 
 def chrome_trace(spans: Iterable[Span]) -> str:

@@ -26,7 +26,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from aligner.studio.form import launch_log
+from aligner.studio.runs import LAUNCH_LOG
 from aligner.studio.served import PREFERENCES
 
 pytestmark = [pytest.mark.browser, pytest.mark.cpu, pytest.mark.timeout(600)]
@@ -125,7 +125,7 @@ def run(place: Path) -> Path:
     """A run that was planned, refused, mended and started in the page; the studio is killed while it runs."""
     with studio_over(place / "runs") as page:
         fill(page, place, "first")
-        assert page.driver.find_element(By.CSS_SELECTOR, '[role=img][aria-label^="memory of trainer"]').rect["height"] > 50
+        assert page.driver.find_element(By.CSS_SELECTOR, '[role=img][aria-label^="chart: memory of trainer"]').rect["height"] > 50
         assert page.driver.find_elements(By.CSS_SELECTOR, "[role=img] canvas, [role=img] svg")
         page.press("Look at the data")
         page.wait_for("16 of 16 records can be used, 0 bad")
@@ -149,7 +149,7 @@ def run(place: Path) -> Path:
         page.press("Start")
         page.until(lambda: page.driver.current_url.endswith("/run/first"), 120)
     directory = place / "runs" / "first"
-    assert eventually(lambda: (directory / "done.json").is_file(), 120), launch_log(directory).read_text()
+    assert eventually(lambda: (directory / "done.json").is_file(), 120), (directory / LAUNCH_LOG).read_text()
     return directory
 
 

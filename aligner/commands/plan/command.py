@@ -11,8 +11,9 @@ from pathlib import Path
 from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import RunDirectory
+from aligner.commands import against as comparison
 from aligner.commands.parts import PlanOptions
-from aligner.commands.plan.outputs import changes, show_explained, write_outputs
+from aligner.commands.plan.outputs import changes, config_and_overrides, show_explained, write_outputs
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs import parts
@@ -55,6 +56,12 @@ def plan_job(name: str, overrides: Sequence[str]) -> report.JobPlan:
     """As `plan`, without printing."""
     config = load(name, overrides)
     return plan_config(name, config, Scales(config.cluster.device))
+
+
+def against(directory: Path) -> comparison.Comparison:
+    """The run in this directory beside the plan of its own config. Raises DataError if it has not done two steps, ConfigError if its config
+    cannot be planned."""
+    return comparison.compare(plan_job(*config_and_overrides("", [], directory)), directory)
 
 
 def plan_config(name: str, config: JobRun, scales: Scales, *, advises: bool = True) -> report.JobPlan:

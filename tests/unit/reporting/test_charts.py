@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from aligner.reporting.charts import MORE, Panel, panels, timeline
+from aligner.reporting.charts import MORE, Panel, bars, panels, timeline, trace
 from aligner.reporting.diagnosis import Finding
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.jsonl import StepMetrics
@@ -152,13 +152,21 @@ def test_the_phases_of_a_step_are_stacked_and_the_rest_is_other():
     assert timeline([]).option["series"] == []
 
 
+def test_bars_are_side_by_side_or_one_on_the_other() -> None:
+    values = {"planned": [1.0, None], "measured": [2.0, 3.0]}
+    beside, stacked = (bars("title", ["train", "refit"], values, "seconds", stack) for stack in ("", "all"))
+    assert [one["data"] for one in beside.option["series"]] == [[1.0, None], [2.0, 3.0]]
+    assert len({one["stack"] for one in beside.option["series"]}) == 2 and len({one["stack"] for one in stacked.option["series"]}) == 1
+    assert beside.option["yAxis"]["data"] == ["train", "refit"] and beside.height > stacked.height
+
+
 def test_spans_are_a_row_for_each_lane():
     spans = [
         Span("train", "actor", "rank 0", 100.5, 1.0),
         Span("step", "actor", "rank 0", 100.0, 2.0),
         Span("train", "critic", "rank 0", 101.0, 0.5),
     ]
-    option = timeline([], spans).option
+    option = trace(spans).option
     assert option["yAxis"]["data"] == ["actor rank 0", "critic rank 0"]
     assert [line["name"] for line in option["series"]] == ["step", "train"]  # the short ones over the long ones
     assert points(option["series"][0])[:2] == [[0.0, "actor rank 0", 2.0], [2.0, "actor rank 0", 2.0]]

@@ -14,7 +14,7 @@ from aligner.types import TokenTable
 def test_gaps_and_ratios_are_derived() -> None:
     table = TokenTable(texts=("a", "b"), numbers={"sampler": (-1.0, -2.0), "trainer": (-1.5, -2.0), "reference": (-1.0, -4.0)})
     numbers = derived(table)
-    assert numbers["gap"] == [0.5, 0.0] and numbers["log-ratio to the reference"] == [-0.5, 2.0]
+    assert numbers["gap"] == [0.5, 0.0] and numbers["KL to the reference"] == [-0.5, 2.0]
     assert list(derived(TokenTable(texts=("a",), numbers={}))) == ["none"]
 
 
