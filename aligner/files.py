@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 
@@ -41,6 +44,23 @@ def configs() -> list[str]:
 def is_plain_name(name: str) -> bool:
     """Whether `name`, from a downloaded file, names a file in that file's own folder: not a path, and a possible name."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def own_directory(prefix: str) -> TemporaryDirectory[str]:
+    """As TemporaryDirectory, locked while this process lives; what processes that were killed left of this prefix is removed first."""
+    for left in Path(gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # another user's, or gone, or of a process that lives
+            lock = os.open(left, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+    while True:
+        directory = TemporaryDirectory(prefix=prefix)
+        with contextlib.suppress(FileNotFoundError):  # another process has found it before it was locked
+            lock = os.open(directory.name, os.O_RDONLY)  # until the process ends
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.stat(directory.name)
+            return directory
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:

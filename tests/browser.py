@@ -45,6 +45,16 @@ def chromium(*arguments: str, width: int = 1400, height: int = 1000) -> Iterator
         driver.quit()
 
 
+@contextmanager
+def dark(driver: Any) -> Iterator[None]:
+    """Pages are shown as to somebody who prefers a dark ground."""
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
+    try:
+        yield
+    finally:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 def errors(driver: Any) -> list[str]:
     """What the page complained of since the last call."""
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import select
+import shlex
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,14 @@ class SlurmCluster:
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}\n{self.logs()}")
         return done
+
+    def write_programs(self, folder: Path, *names: str) -> None:
+        """Slurm's programs for processes outside the cluster's namespaces: each enters them."""
+        for name in names:
+            enter = shlex.join((*self._prefix, "env", f"SLURM_CONF={self.settings.conf}"))
+            program = folder / name
+            program.write_text(f'#!/bin/sh\nexec {enter} --chdir="$PWD" {shutil.which(name, path=_SBIN)} "$@"\n')
+            program.chmod(0o755)
 
     def submit(
         self,

@@ -26,7 +26,6 @@ import yaml
 from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.commands.generate import cut_share, is_chat, read_prompts, responses, sampling_of
 from aligner.commands.parts import EvalOptions
-from aligner.commands.report import publish_text
 from aligner.data.collate import preference_batch
 from aligner.data.config import Overlong, PreferenceDataConfig
 from aligner.data.supervised import load_preferences
@@ -42,6 +41,7 @@ from aligner.parallel import launch, platform, topology
 from aligner.parallel.topology import ParallelConfig
 from aligner.protocols import RewardModel
 from aligner.reporting.evaluations import Measure, markdown
+from aligner.reporting.pages import publish_text
 from aligner.rewards.config import Compare, NamedRewardConfig, RewardFunctionConfig
 from aligner.rewards.judge import JudgeReward
 from aligner.rewards.local import function_reward

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from aligner.algorithms.registry import recipes
 from aligner.errors import AlignerError, DataError, describe_os_error
-from aligner.files import publish
 from aligner.reporting.charts import Panel
 from aligner.reporting.evaluations import markdown, read_evaluations
 from aligner.reporting.formats import Column
+from aligner.reporting.pages import publish_text
 from aligner.reporting.run_view import RunView
 from aligner.reporting.samples_report import text_of, write_report
 from aligner.telemetry.spans import Span, chrome_trace, last_steps, step_of
@@ -40,7 +40,7 @@ def report(directories: Sequence[Path], output: Path | None = None) -> int:
 
 
 def _planned(run: RunView) -> list[Panel]:
-    from aligner.commands.plan.command import against  # which imports this module
+    from aligner.commands.plan.command import against  # Megatron-Core comes with it
 
     try:
         return [against(run.files.path).chart()]
@@ -71,15 +71,6 @@ def trace(directory: Path, output: Path | None = None, *, steps: int = 0) -> int
     print(_summary(spans, num_damaged))
     publish_text(output, chrome_trace(spans), "the trace", ": open it with https://ui.perfetto.dev or chrome://tracing")
     return 0
-
-
-def publish_text(path: Path, text: str, what: str, use: str = "") -> None:
-    """Write a file, and print that it is there and its `use`. Raises AlignerError if it cannot be written."""
-    try:
-        publish(path, lambda new: new.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise AlignerError(f"{what} could not be written: {describe_os_error(error, path)}") from error
-    print(f"written to {path}{use}")
 
 
 def _summary(spans: Sequence[Span], num_damaged: int) -> str:

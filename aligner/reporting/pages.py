@@ -1,14 +1,17 @@
-"""HTML pages of this package: one file each, with templates/style.html in it, and nothing from elsewhere.
+"""Files for people: HTML pages of one file each, with templates/style.html in it, and nothing from elsewhere.
 
 Jinja2 escapes everything that models, data and configs wrote: a response that is HTML is shown, not run.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from aligner.errors import AlignerError, describe_os_error
+from aligner.files import publish
 from aligner.reporting.formats import number
 
 
@@ -25,6 +28,15 @@ def render_page(template: str, **values: Any) -> str:
     )
     environment.filters["number"] = number
     return environment.get_template(template).render(values)
+
+
+def publish_text(path: Path, text: str, what: str, use: str = "") -> None:
+    """Write a file, and print that it is there and its `use`. Raises AlignerError if it cannot be written."""
+    try:
+        publish(path, lambda new: new.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise AlignerError(f"{what} could not be written: {describe_os_error(error, path)}") from error
+    print(f"written to {path}{use}")
 
 
 def _visible(value: Any) -> Any:

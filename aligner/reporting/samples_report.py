@@ -100,7 +100,7 @@ def render(runs: Sequence[Reported], columns: Sequence[Column]) -> str:
         title=", ".join(run.name for run in runs),
         runs=[_head(run, found, several=several) for run, found in zip(runs, diagnoses, strict=True)],
         figures=_figures(runs, columns),
-        differences=_differences(runs) if several else [],
+        differences=differences({run.name: run.config for run in runs}),
         groups=groups,
         more=MORE,
         measured=COLUMNS,
@@ -150,13 +150,14 @@ def _last_and_best(column: Column, values: Sequence[float]) -> str:
     return column.text(values[-1]) + (f" ({column.text(best)})" if best is not None else "")
 
 
-def _differences(runs: Sequence[Reported]) -> list[tuple[str, ...]]:
-    """The settings that are not the same in all runs, in the order of the first; without the directories, which never are."""
-    settings = [dict(flat(run.config)) for run in runs]
+def differences(configs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The settings that are not the same in all runs, in the order of the first, below their names; without the directories, which never
+    are."""
+    settings = [dict(flat(config)) for config in configs.values()]
     keys = dict.fromkeys(key for own in settings for key in own if key != "run.directory")
     values = {key: [own.get(key, "") for own in settings] for key in keys}
     rows = [(key, *(cell(str(value), _VALUE_CHARS) for value in own)) for key, own in values.items() if any(one != own[0] for one in own)]
-    return [("setting", *(run.name for run in runs)), *rows] if rows else []
+    return [("setting", *configs), *rows] if rows else []
 
 
 def _samples(runs: Sequence[Reported]) -> list[tuple[str, Samples]]:

@@ -14,7 +14,6 @@ from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError, EngineError
+from aligner.files import own_directory
 from aligner.models.config import Architecture, HFArchitecture, SeeingArchitecture
 from aligner.models.families import architecture_to_hf
 from aligner.models.families.own_modules import hf_config
@@ -141,7 +141,7 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     chunk = policy.chunks[0]
     sizes = replace(chunk.architecture, vocab_size=rows)
     dtype = chunk.config.params_dtype
-    directory = TemporaryDirectory(prefix="aligner-engine-")  # these packages read a model's sizes from it
+    directory = own_directory("aligner-engine-")  # these packages read a model's sizes from it
     hf = with_axes(architecture_to_hf(sizes)) | {"dtype": str(dtype).removeprefix("torch.")}
     (Path(directory.name) / "config.json").write_text(json.dumps(hf))
     export: Callable[[], Iterator[tuple[str, Tensor]]] = policy.export_weights

@@ -24,8 +24,7 @@ class Curves:
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
         self._group, self._groups = "", [""]
-        self._against: Any = "step"
-        self._smoothing, self._log = 0.0, False
+        self._how: dict[str, Any] = {"against": "step", "smoothing": 0.0, "log": False}  # arguments of `panels`
         self._drawn: tuple[Any, ...] = ()
         self._charts: dict[str, ui.echart] = {}
         self._of: dict[str, str] = {}  # the group of every metric
@@ -36,17 +35,18 @@ class Curves:
         with ui.row().classes("w-full items-center gap-4"):
             self._chooser = ui.tabs(on_change=self._choose).props('dense inline-label no-caps aria-label="Group of curves"')
             ui.space()
-            ui.toggle({"step": "Steps", "time": "Time"}, value="step", on_change=self._axis).props("no-caps dense")
-            ui.switch("Logarithmic", on_change=self._scale)
+            axis = ui.toggle({"step": "Steps", "time": "Time"}, value="step").props("no-caps dense")
+            axis.on_value_change(lambda event: self._set("against", event.value))
+            ui.switch("Logarithmic", on_change=lambda event: self._set("log", event.value))
             ui.label("Smoothing")
             slider = ui.slider(min=0, max=0.98, step=0.02, value=0).props('aria-label="Smoothing" label').classes("w-32")
-            slider.on("change", lambda event: self._smooth(float(event.args)), throttle=0.2)
+            slider.on("change", lambda event: self._set("smoothing", min(max(float(event.args), 0.0), 0.98)), throttle=0.2)
         self._grid = ui.element("div").style(GRID)
         await self.refresh()
 
     async def refresh(self) -> None:
         """Draw what has changed."""
-        state = (self._group, self._against, self._smoothing, self._log, *(self._length(run) for run in self._runs))
+        state = (self._group, *self._how.values(), *(self._length(run) for run in self._runs))
         if state == self._drawn:
             return
         self._drawn = state
@@ -71,8 +71,7 @@ class Curves:
         else:
             wanted = [metric for metric, group in self._of.items() if group == self._group]
             runs = {run.name: [_only(record, wanted) for record in run.steps] for run in self._runs if run.steps}
-        drawn = {"against": self._against, "smoothing": self._smoothing, "log": self._log}
-        return panels(runs, **drawn, marks=self.marks) if runs else []
+        return panels(runs, **self._how, marks=self.marks) if runs else []
 
     @staticmethod
     def _length(run: Run) -> tuple[int, float]:
@@ -104,16 +103,8 @@ class Curves:
             self._group = str(event.value)
             await self.refresh()
 
-    async def _axis(self, event: Any) -> None:
-        self._against = event.value
-        await self.refresh()
-
-    async def _scale(self, event: Any) -> None:
-        self._log = bool(event.value)
-        await self.refresh()
-
-    async def _smooth(self, value: float) -> None:
-        self._smoothing = min(max(value, 0.0), 0.98)
+    async def _set(self, name: str, value: Any) -> None:
+        self._how[name] = value
         await self.refresh()
 
 

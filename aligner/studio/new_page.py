@@ -19,7 +19,7 @@ from aligner.settings.schema import SchemaKey
 from aligner.studio import form
 from aligner.studio.runs import LAUNCH_LOG, is_run, tail
 from aligner.studio.shared import Studio, chart, frame, later
-from aligner.studio.worker import PREVIEWED, Worker
+from aligner.studio.worker import PREVIEWED
 
 PAUSE_SECONDS = 0.6  # without a change, before a form is checked
 START_SECONDS = 120.0  # for a run to write its first file
@@ -32,13 +32,11 @@ _RIGHT = "flex: 2 1 26rem; min-width: 0; position: sticky; top: 4.5rem; max-heig
 
 
 def register(studio: Studio) -> None:
-    planner, reader = Worker(), Worker()  # a long look at data delays no plan
-
     @ui.page("/new")
     def new(config: str = "sft") -> None:
         async def build() -> None:
             await suggest(studio)
-            await NewRun(studio, planner, reader).show(config if config in form.recipes() else "sft")
+            await NewRun(studio).show(config if config in form.recipes() else "sft")
 
         with frame("New run"):
             later(build)
@@ -54,8 +52,8 @@ async def suggest(studio: Studio) -> None:
 class NewRun:
     """One tab's form. What it says is lost with the tab; the command, the YAML and the run's files stay."""
 
-    def __init__(self, studio: Studio, planner: Worker, reader: Worker) -> None:
-        self.studio, self.planner, self.reader = studio, planner, reader
+    def __init__(self, studio: Studio) -> None:
+        self.studio = studio
         self.keys: list[SchemaKey] = []
         self.values: dict[str, str] = {}
         self.presets: dict[str, str] = {}
@@ -127,7 +125,7 @@ class NewRun:
         """Ask for the settings as the presets make them; the groups of presets."""
         chosen = [f"{group}={preset}" for group, preset in self.presets.items() if preset]
         try:
-            found = await self.reader.ask("describe", self.config.value, chosen)
+            found = await self.studio.reader.ask("describe", self.config.value, chosen)
         except ServerError as error:
             self.said.text = str(error)
             return []
@@ -181,9 +179,9 @@ class NewRun:
             return
         found: dict[str, Any] = {"plan": None, "no_plan": "", "yaml": "", "script": ""}
         try:
-            found |= await self.planner.ask("check", self.config.value, settings)
+            found |= await self.studio.planner.ask("check", self.config.value, settings)
             if self.place.value == "slurm" and not found["refusal"]:
-                found |= await self.planner.ask("script", self.config.value, settings)
+                found |= await self.studio.planner.ask("script", self.config.value, settings)
         except ServerError as error:
             found["refusal"] = str(error)
         if change == self.changes:
@@ -209,7 +207,7 @@ class NewRun:
         try:
             with self.data:
                 waiting = ui.label("reading ...").style("white-space: pre-wrap")
-            found = await self.reader.ask("preview", self.config.value, self._settings()[1])
+            found = await self.studio.reader.ask("preview", self.config.value, self._settings()[1])
         except AlignerError as error:
             waiting.text = str(error)
             return

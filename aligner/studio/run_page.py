@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -15,34 +14,32 @@ import yaml
 from nicegui import run as background
 from nicegui import ui
 
-from aligner.commands.model_card import changed_settings
 from aligner.errors import AlignerError, ServerError
 from aligner.reporting.charts import Panel, times
 from aligner.reporting.evaluations import COLUMNS, read_evaluations
 from aligner.reporting.formats import seconds
 from aligner.settings.command_line import override
 from aligner.studio.curves import Curves
+from aligner.studio.form import PLAIN
 from aligner.studio.runs import Run, tail
 from aligner.studio.samples import Samples
-from aligner.studio.shared import Studio, badge, chart, code, found, frame, later
+from aligner.studio.shared import Studio, badge, chart, code, found, frame, later, table
 from aligner.studio.worker import Worker
 from aligner.telemetry.terminal import plain
 
 REFRESH_SECONDS = 2.0
 LOG_BYTES = 1 << 17
-_PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[A-Za-z/][\w./+-]*", re.IGNORECASE)  # a word that Hydra needs no quotes for
 PARTS = ("curves", "time", "samples", "findings", "settings", "logs", "files")
 
 
 def register(studio: Studio) -> None:
     """Serve the pages at `/run/NAME`; `?part=samples` opens one of PARTS."""
-    planner = Worker()
 
     @ui.page("/run/{name:path}")
     def page(name: str, part: str = "curves") -> None:
         async def build() -> None:
             if (run := await found(studio, name)) is not None:
-                await _RunPage(run, planner).build(part if part in PARTS else PARTS[0])
+                await _RunPage(run, studio.planner).build(part if part in PARTS else PARTS[0])
 
         with frame(name or studio.runs.folder.name):
             later(build)
@@ -141,9 +138,7 @@ class _RunPage:
                 ui.label(f"Likely cause: {finding.rule.cause}")
                 ui.label(f"Remedy: {finding.rule.remedy}")
         for evaluation in await background.io_bound(self._evaluations):
-            ui.label(f"{evaluation['model']}, {evaluation['time']}").classes("text-subtitle2")
-            columns = [{"name": str(i), "label": name, "field": str(i), "align": "left"} for i, name in enumerate(COLUMNS)]
-            ui.table(columns=columns, rows=[{str(i): cell for i, cell in enumerate(row)} for row in evaluation["rows"]])
+            table(f"{evaluation['model']}, {evaluation['time']}", [COLUMNS, *evaluation["rows"]])
 
     def _evaluations(self) -> list[dict[str, Any]]:
         try:
@@ -154,12 +149,13 @@ class _RunPage:
 
     async def _show_settings(self) -> None:
         config = await background.io_bound(lambda: self._run.config)
-        changed = await background.io_bound(_changed, self._run.recipe, config)
-        ui.label("Different from the recipe's defaults" if changed else "Settings").classes("text-subtitle1")
-        if changed:
-            code("\n".join(f"{key}={_shown(value)}" for key, value in sorted(changed.items())))
+        differing = ui.column().classes("w-full")
         with ui.expansion("config.yaml").classes("w-full"):
             code(yaml.safe_dump(config, sort_keys=False) if config else "no settings yet")
+        changed = await self._changed()
+        with differing:
+            ui.label("Different from the recipe's defaults").classes("text-subtitle1")
+            code("\n".join(f"{key}={_shown(value)}" for key, value in sorted(changed.items())) or "nothing")
 
     async def _show_logs(self) -> None:
         names = await background.io_bound(lambda: sorted(path.name for path in self._run.files.logs.glob("*.log")))
@@ -187,21 +183,12 @@ class _RunPage:
             return f"cannot be read: {error}"
 
     async def _show_files(self) -> None:
-        files, rows = self._run.files, await background.io_bound(self._checkpoints)
-        ui.label("Checkpoints").classes("text-subtitle1")
-        if rows:
-            columns = [{"name": key, "label": key, "field": key, "align": "left"} for key in rows[0]]
-            ui.table(columns=columns, rows=rows)
-        else:
-            ui.label("None yet.")
-        here = shlex.quote(str(files.path))
-        recipe, changed = self._run.recipe or "RECIPE", await background.io_bound(_changed, self._run.recipe, self._run.config)
+        table("Checkpoints", await background.io_bound(self._checkpoints))
+        here = shlex.quote(str(self._run.files.path))
+        recipe, changed = self._run.recipe or "RECIPE", await self._changed()
         ui.label("Commands").classes("text-subtitle1")
         for about, command in (
-            (
-                "Continue, with the settings it has",
-                command_line(recipe, changed),
-            ),
+            ("Continue, with the settings it has", command_line(recipe, changed)),
             ("Talk with the newest policy", f"aligner chat {here}"),
             ("Serve it to OpenAI clients", f"aligner serve {here}"),
             ("Measure it", f"aligner eval {here}"),
@@ -211,29 +198,31 @@ class _RunPage:
             ui.label(about).classes("text-caption")
             code(command)
 
-    def _checkpoints(self) -> list[dict[str, str]]:
+    async def _changed(self) -> dict[str, Any]:
+        """The settings that differ from the recipe's defaults; none if they cannot be compared, as those of another version."""
+        try:
+            found = await self._planner.ask("changed", str(self._run.files.path), [self._run.recipe])
+        except ServerError as error:
+            self._run.problem = str(error)
+            return {}
+        return dict(found["changed"])
+
+    def _checkpoints(self) -> list[tuple[str, ...]]:
         found = []
         for folder in sorted(path for path in self._run.files.checkpoints.glob("*") if path.is_dir()):
             pointers = {name: _text(folder / name) for name in ("latest", "best")}
             for step in sorted(folder.glob("step_*")):
                 marks = [name for name, target in pointers.items() if target == step.name]
                 when = time.strftime("%Y-%m-%d %H:%M", time.localtime(step.stat().st_mtime))
-                found.append({"of": folder.name, "checkpoint": step.name, "written": when, "is": ", ".join(marks)})
-        return found
-
-
-def _changed(recipe: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return changed_settings(recipe, config)
-    except AlignerError:  # of another version
-        return {}
+                found.append((folder.name, step.name, when, ", ".join(marks)))
+        return [("of", "checkpoint", "written", "is"), *found] if found else []
 
 
 def command_line(recipe: str, changed: Mapping[str, Any]) -> str:
     """What continues a run of the recipe with these settings, as typed in a shell."""
 
     def typed(key: str, value: Any) -> str:
-        return f"{key}={value}" if isinstance(value, str) and _PLAIN.fullmatch(value) else override(key, value)
+        return f"{key}={value}" if isinstance(value, str) and PLAIN.fullmatch(value) else override(key, value)
 
     return shlex.join(["aligner", "launch", "local", recipe, *itertools.starmap(typed, changed.items())])
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nicegui import run as background
 from nicegui import ui
 
 from aligner.reporting.charts import Panel
 from aligner.studio.runs import Run, Runs
+from aligner.studio.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Studio:
-    """`read_only`: pages start nothing and write nothing."""
+    """`read_only`: pages start nothing and write nothing. A long look at data, by the `reader`, delays no plan."""
 
     runs: Runs
     read_only: bool = False
+    planner: Worker = field(default_factory=Worker)
+    reader: Worker = field(default_factory=Worker)
 
 
 BLUE = "#1d4ed8"
@@ -43,8 +46,9 @@ def state_badge(kind: str) -> tuple[str, str]:
 STYLE = """<style>
 .muted { color: #4b5563 } .body--dark .muted { color: #c4c9d4 }
 .body--dark { --q-primary: #9db9ff !important; --q-negative: #ff9a92 !important; --q-positive: #7ddf9a !important }
-.body--dark .bg-primary.text-white { color: #10131a !important }
+.body--dark .bg-primary { --q-primary: #1d4ed8 }
 :focus-visible { outline: 2px solid currentColor; outline-offset: 2px }
+.no-outline:focus-visible { box-shadow: 0 0 0 2px currentColor }
 </style>"""
 
 
@@ -76,6 +80,15 @@ def chart(panel: Panel) -> ui.echart:
         drawn = ui.echart(panel.option).style(f"height: {panel.height}px; width: 100%").props('role="img"')
     drawn.props["aria-label"] = f"chart: {panel.title}"
     return drawn
+
+
+def table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Texts below a header, which is the first row."""
+    ui.label(title).classes("text-h6")
+    header, *others = rows or [["none"]]
+    columns = [{"name": str(i), "label": name, "field": str(i), "align": "left", "sortable": True} for i, name in enumerate(header)]
+    cells = [{str(i): text for i, text in enumerate(row)} for row in others]
+    ui.table(columns=columns, rows=cells, pagination=25 if len(cells) > 25 else None).classes("w-full").props("dense wrap-cells")
 
 
 def code(text: str) -> ui.label:

@@ -149,6 +149,14 @@ def _against(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     return asdict(against(Path(config)).chart())
 
 
+def _changed(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings of the run in the directory `config` that differ from the defaults of its recipe, which is the one override."""
+    from aligner.commands.model_card import changed_settings
+    from aligner.reporting.run_view import RunView
+
+    return {"changed": changed_settings(overrides[0], RunView(config).config())}
+
+
 def _script(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The batch script that `aligner launch slurm` would submit."""
     from aligner.commands.parts import LaunchOptions
@@ -159,7 +167,7 @@ def _script(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     return {"script": text.getvalue()}
 
 
-ACTIONS = {"describe": _describe, "check": _check, "preview": _preview, "script": _script, "against": _against}
+ACTIONS = {"describe": _describe, "check": _check, "preview": _preview, "script": _script, "against": _against, "changed": _changed}
 
 
 def main(requests: IO[str], answers: IO[str]) -> None:

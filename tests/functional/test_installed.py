@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
 from pathlib import Path
+from urllib.parse import urljoin
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 from slurm_cluster import SlurmCluster
@@ -98,6 +101,23 @@ def test_a_wheel_has_configs_scripts_and_examples(installed: Path, tmp_path: Pat
         x for x in shipped.splitlines() if x.startswith("#SBATCH")
     ]
     assert all((folders["examples"] / "nlp" / name).is_file() for name in ("train_grpo.py", "data/gsm8k.py"))
+
+
+def test_a_wheel_serves_the_studio(installed: Path, tmp_path: Path) -> None:
+    """The page, and everything that it loads."""
+    pytest.importorskip("nicegui", reason="nicegui is not installed")
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [str(installed / "python"), "-u", "-m", "aligner.cli", "studio", ".", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as server:
+        try:
+            url = next(line.split()[1] for line in server.stdout or () if line.startswith("open: "))
+            opener = build_opener(HTTPCookieProcessor())
+            page = opener.open(url, timeout=TIMEOUT).read().decode()
+            assert "<title>Runs - aligner studio</title>" in page
+            loaded = re.findall(r'(?:src|href)="(/_nicegui/[^"]+)"', page)
+            assert len(loaded) > 3 and {opener.open(urljoin(url, path), timeout=TIMEOUT).status for path in loaded} == {200}
+        finally:
+            server.kill()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from aligner.cluster.lease import LeaseRecord
 from aligner.cluster.run_directory import RunDirectory
 from aligner.reporting.jsonl import MetricsFile
 from aligner.reporting.rollout_table import write_rows
-from aligner.types import FinishReason, SampleRow, TokenTable
+from aligner.types import FinishReason, SampleRow, SampleTurn, TokenTable
 
 pytestmark = pytest.mark.browser
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 HOSTILE = (
     "<script>window.hacked = 1</script>",
     '<img src=x onerror="window.hacked = 1">',
@@ -97,6 +97,23 @@ def _rows(response: str, reward: float = 0.5) -> list[SampleRow]:
     ]
 
 
+def _sessions() -> list[SampleRow]:
+    """A session of two branches, and one without."""
+    common = {"prompt": "Use the tool.", "finish_reason": FinishReason.stop}
+    turns = (
+        SampleTurn(number=0, heard="", text="look", reward=0.25),
+        SampleTurn(number=2, heard="the tool says 4", text="it is 4", reward=0.0),
+    )
+    table = TokenTable(texts=("look", "it is 4"), numbers={"sampler": (-1.0, -2.0), "entropy": (0.5, 0.25), "turn": (0.0, 2.0)})
+    return [
+        SampleRow(**common, response="look[[the tool says 4]]it is 4", reward=1.0, episode=0, turns=turns, tokens=table),
+        SampleRow(
+            **common, response="forget it", reward=1.0, episode=0, turns=(replace(turns[0], number=1, text="forget it", reward=0.0),)
+        ),
+        SampleRow(**common, response="another session", reward=0.0),
+    ]
+
+
 def _make(folder: Path, name: str, *, steps: int, recipe: str = "grpo", lr: float = 0.1, done: bool = True) -> RunDirectory:
     run = RunDirectory(folder / name).create()
     run.record(recipe=recipe)
@@ -129,6 +146,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _make(root, "first", steps=20)
     _make(root, "group/second", steps=30, lr=0.2)
     _make(root, "live", steps=5, done=False)
+    write_rows(RunDirectory(root / "first").rollouts, 20, [*_rows("last"), *_sessions()])
     hostile = _make(root, "<img src=x onerror='window.hacked = 1'>", steps=4, recipe="{{ constructor.constructor('window.hacked=1')() }}")
     write_rows(
         hostile.rollouts, 4, [SampleRow(prompt=text, response=text, reward=0.0, finish_reason=FinishReason.stop) for text in HOSTILE]
@@ -205,6 +223,37 @@ def test_samples_by_step_and_filter(seen: Seen) -> None:
     seen.until("validation", lambda: "what?" in seen.text)
 
 
+def test_sessions_with_their_turns_and_branches(seen: Seen) -> None:
+    seen.open("/run/first?part=samples")
+    seen.until("the session", lambda: "session 0 of 2 branches" in seen.text)
+    group = next(card.text for card in seen.all("main .q-card") if card.text.startswith("Use the tool."))
+    expected = [
+        "branch 1",
+        "turn 1, reward +0.25",
+        "look",
+        "Tokens",
+        "the tool says 4",
+        "turn 3",
+        "it is 4",
+        "branch 2",
+        "turn 2",
+        "forget it",
+    ]
+    places = [group.index(text) for text in expected if text != "Tokens"]
+    assert places == sorted(places) and group.index("+1.000") < places[0] and "another session" in group
+
+
+def test_before_and_after(seen: Seen) -> None:
+    """The same prompts at the first and the last step, and no other prompt."""
+    seen.open("/run/first?part=samples")
+    seen.until("samples", lambda: "last 0" in seen.text)
+    seen.driver.find_element("css selector", "[aria-label=Step]").click()
+    option = "//*[@role='option'][normalize-space()='before and after']"
+    seen.until("the choice", lambda: seen.driver.find_elements("xpath", option))[0].click()
+    seen.until("both steps", lambda: "first, step 1" in seen.text and "first, step 20" in seen.text and "first 0" in seen.text)
+    assert "last 0" in seen.text and "Use the tool." not in seen.text
+
+
 def test_a_long_response_is_colored_token_by_token(seen: Seen) -> None:
     long = RunDirectory(seen.folder / "first")
     texts = tuple("<b>" if i % 7 == 0 else f"w{i} " for i in range(32_000))
@@ -256,21 +305,62 @@ def test_hostile_text_is_shown_and_does_nothing(seen: Seen) -> None:
         assert not seen.all("iframe") and not seen.all("img[src=x]")
 
 
-def test_nothing_comes_from_elsewhere_and_pages_are_accessible(seen: Seen) -> None:
-    for path in (
-        "/",
-        "/run/first",
-        "/run/first?part=samples",
-        "/run/first?part=files",
-        "/compare?run=first&run=group/second",
-        "/new",
-        "/chat",
-    ):
-        seen.open(path)
-        seen.until("the page", lambda: seen.all("main"))
-        time.sleep(1.5)
-        assert [url for url in browser.fetched(seen.driver) if not url.startswith((seen.url, "data:", "blob:"))] == []
-        assert not browser.axe(seen.driver), path
+PAGES = {
+    "/": "group/second",
+    "/run/first": "Logarithmic",
+    "/run/first?part=time": "aligner trace",
+    "/run/first?part=samples": "turn 3",
+    "/run/first?part=findings": "Nothing found.",
+    "/run/first?part=settings": "config.yaml",
+    "/run/first?part=files": "aligner launch local grpo",
+    "/compare?run=first&run=group/second": "optimizer.lr",
+    "/new": "Plan",
+    "/chat": "Ctrl+Enter sends",
+}
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_nothing_comes_from_elsewhere_and_pages_are_accessible(seen: Seen, path: str) -> None:
+    """On light and on dark ground."""
+    seen.open(path)
+    seen.until("the page", lambda: PAGES[path] in seen.text)
+    time.sleep(0.5)
+    assert [url for url in browser.fetched(seen.driver) if not url.startswith((seen.url, "data:", "blob:"))] == []
+    assert not browser.axe(seen.driver)
+    with browser.dark(seen.driver):
+        seen.until("dark ground", lambda: seen.all("body.body--dark"))
+        time.sleep(0.5)  # colors fade
+        assert not browser.axe(seen.driver)
+
+
+def test_the_keyboard_is_enough(seen: Seen) -> None:
+    """Tab reaches everything in the order of the page, and shows where it is; Enter and arrows do what a click does."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    def press(*keys: str) -> tuple[str, bool]:
+        """What has the focus then, by its name, and whether a line is around it."""
+        ActionChains(seen.driver).send_keys(*keys).perform()
+        name = "document.activeElement.ariaLabel || document.activeElement.innerText"
+        line = "(({outlineStyle, boxShadow}) => outlineStyle == 'solid' || boxShadow != 'none')(getComputedStyle(document.activeElement))"
+        return tuple(seen.driver.execute_script(f"return [{name}, {line}]"))
+
+    seen.open("/")
+    seen.until("the runs", lambda: "group/second" in seen.text)
+    found = [press(Keys.TAB) for _ in range(5)]
+    assert [name for name, _ in found] == ["Runs", "New run", "Chat", "Filter by name, recipe or state", "Show archived runs"]
+    assert all(is_framed for name, is_framed in found if "Filter" not in name)  # a field has a frame of its own
+    names: list[str] = []
+    while "first" not in names and len(names) < 60:
+        names.append(press(Keys.TAB)[0])
+    press(Keys.ENTER)
+    seen.until("the run", lambda: seen.driver.current_url.endswith("/run/first") and seen.all("canvas"))
+    names = []
+    while "curves" not in names and len(names) < 20:
+        names.append(press(Keys.TAB)[0].strip())
+    press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    press(Keys.ENTER)
+    seen.until("samples", lambda: "Truncated only" in seen.text)
 
 
 def test_archived_runs_leave_the_list(seen: Seen) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import browser
 import pytest
+from slurm_cluster import SlurmCluster
+from slurm_runs import ENVIRONMENT
 from training_jobs import ROOT, eventually, read_rows, run_aligner, write_rows
 
 if why := browser.missing():
@@ -99,8 +101,8 @@ class Browser:
 
 
 @contextmanager
-def studio_over(folder: Path, *options: str) -> Iterator[Browser]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def studio_over(folder: Path, *options: str, **variables: str) -> Iterator[Browser]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-u", "-m", "aligner.cli", "studio", str(folder), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         try:
@@ -109,15 +111,22 @@ def studio_over(folder: Path, *options: str) -> Iterator[Browser]:
                 yield Browser(driver, url)
         finally:
             process.send_signal(signal.SIGKILL)
+            assert eventually(lambda: not served_below(folder.parent), 30), served_below(folder.parent)
+
+
+def served_below(folder: Path) -> list[str]:
+    """The command lines of processes that serve a model of this folder."""
+    lines = [path.read_bytes().replace(b"\0", b" ").decode() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.is_dir()]
+    return [line for line in lines if " serve " in line and str(folder) in line]
 
 
 def fill(page: Browser, place: Path, name: str) -> None:
     page.open("/new?config=sft")
-    page.wait_for("Cannot start: data.train is required")
+    page.wait_for("Cannot start: data.train is required", 150)  # a process has imported torch
     values = {"data.train": place / "train.jsonl", "model.path": place / "chats", "loop.max_steps": 2, "algorithm.batch_size": 4}
     for label, value in {**values, "optimizer.lr": "1e-2", "Name of the run": name}.items():
         page.type(label, str(value))
-    page.wait_for("All 2 steps take")
+    page.wait_for("All 2 steps take", 120)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +153,7 @@ def run(place: Path) -> Path:
         page.type("Name of the run", "../outside")
         page.wait_for("name='../outside'")
         page.type("Name of the run", "first")
-        page.wait_for("All 2 steps take")
+        page.wait_for("All 2 steps take", 120)
         assert f"run.directory={place / 'runs' / 'first'}" in page.text  # of the command
         page.press("Start")
         page.until(lambda: page.driver.current_url.endswith("/run/first"), 120)
@@ -162,7 +171,9 @@ def test_the_run_outlives_the_studio_and_is_the_one_of_the_form(run: Path, place
 
 
 def test_the_better_of_two_answers_becomes_a_pair(run: Path, place: Path) -> None:
-    with studio_over(place / "runs") as page:
+    temporary = place / "temporary"
+    temporary.mkdir()
+    with studio_over(place / "runs", TMPDIR=str(temporary)) as page:
         page.open("/chat")
         page.wait_for("Ctrl+Enter sends")
         offered = [one.get_attribute("value") for one in page.driver.find_elements(By.CSS_SELECTOR, "datalist option")]
@@ -177,6 +188,7 @@ def test_the_better_of_two_answers_becomes_a_pair(run: Path, place: Path) -> Non
         page.type("Message", "What is 2 plus 3?")
         page.press("Send")
         page.until(lambda: bool(page.buttons("B is better")), 120)
+        assert served_below(place)
         page.press("B is better")
         page.wait_for("appended to")
 
@@ -188,6 +200,7 @@ def test_the_better_of_two_answers_becomes_a_pair(run: Path, place: Path) -> Non
         page.until(lambda: page.buttons("Send")[0].is_enabled())
         page.field("Message").send_keys("Who?", Keys.CONTROL, Keys.ENTER)
         page.wait_for(f"error: model.path={place / 'missing'}: no such directory", 120)
+    assert not list(temporary.iterdir())  # the studio was killed, and had keys of two policies
     pairs = place / "runs" / PREFERENCES
     (pair,) = read_rows(pairs)
     assert pair["prompt"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 2 plus 3?"}]
@@ -214,3 +227,35 @@ def test_a_read_only_studio_starts_and_writes_nothing(run: Path, place: Path) ->
         page.press("A is better")
         page.wait_for("--read-only: this studio writes nothing")
     assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(900)
+def test_a_run_by_slurm_is_shown_submitted_and_queued_before_it_runs(place: Path, slurm: SlurmCluster, tmp_path: Path) -> None:
+    slurm.write_programs(tmp_path, "sbatch", "scontrol")
+    slurm.run("scontrol", "update", "partitionname=batch", "state=down")
+    with studio_over(place / "runs", **ENVIRONMENT, PATH=f"{tmp_path}:{os.environ['PATH']}") as page:
+        fill(page, place, "by_slurm")
+        choose(page, "cluster preset", "laptop")
+        choose(page, "Where", "Slurm")
+        script = page.driver.find_element(By.CSS_SELECTOR, '[aria-label="batch script"]')
+        page.until(lambda: "#SBATCH --nodes=1" in script.text and f"run.directory={place / 'runs' / 'by_slurm'}" in script.text, 120)
+        assert not (place / "runs" / "by_slurm").exists()
+        page.press("Start")
+        page.until(lambda: page.driver.current_url.endswith("/run/by_slurm"), 120)
+        page.wait_for("queued")
+        job = slurm.job(int(re.findall(r"Slurm job (\d+)", page.text)[0]), place / "runs" / "by_slurm")
+        page.open("/")
+        page.wait_for(f"Slurm job {job.number}")
+        slurm.run("scontrol", "update", "partitionname=batch", "state=up")
+        job.wait("COMPLETED", timeout_seconds=400)
+        page.wait_for("2 of 2")
+        assert "done" in next(row.text for row in page.driver.find_elements(By.TAG_NAME, "tr") if "by_slurm" in row.text)
+
+
+def choose(page: Browser, label: str, option: str) -> None:
+    """An option of a list, by the keyboard's user's way: open it, and click."""
+    page.driver.find_element(By.CSS_SELECTOR, f'[aria-label="{label}"]').click()
+    path = f"//*[@role='option'][normalize-space()='{option}']"
+    page.until(lambda: bool(page.driver.find_elements(By.XPATH, path)))
+    page.driver.find_element(By.XPATH, path).click()

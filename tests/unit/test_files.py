@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.files import publish, with_umask_mode
+from aligner.files import own_directory, publish, with_umask_mode
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -70,3 +73,22 @@ def test_weights_have_the_mode_of_any_new_file(mask: int, tmp_path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
     assert load_file(path)["w"].tolist() == [0, 1, 2]
     assert run.export.stat().st_mode & 0o777 == 0o777 & ~mask and run.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "from aligner.files import own_directory as own; kept = own('mine-'); print(kept.name, flush=True); input()"
+    command, environment = [sys.executable, "-c", code], os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().strip())
+        (theirs / "key").write_text("secret")
+        (tmp_path / "other-folder").mkdir()
+        own = own_directory("mine-")
+        assert theirs.is_dir() and Path(own.name).is_dir()
+        process.kill()
+        process.wait()
+        third = own_directory("mine-")
+        assert sorted(tmp_path.iterdir()) == sorted([Path(own.name), Path(third.name), tmp_path / "other-folder"])
+        own.cleanup()
+        third.cleanup()

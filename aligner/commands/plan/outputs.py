@@ -15,14 +15,13 @@ from rich.console import Console
 
 from aligner.commands import against as comparison
 from aligner.commands.parts import PlanOptions
-from aligner.commands.report import publish_text
 from aligner.errors import ConfigError
 from aligner.models.config import Recompute
 from aligner.planner import report
 from aligner.planner.estimate import ComponentPlan
 from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, listed, seconds
 from aligner.planner.workload import GIB, Phase
-from aligner.reporting.pages import render_page
+from aligner.reporting.pages import publish_text, render_page
 from aligner.telemetry.spans import Row, Span, chrome_trace, rows
 
 LENGTHS = ("plan.response_length=", "plan.prompt_length=", "plan.example_length=", "plan.lengths_of=")

@@ -17,8 +17,9 @@ from aligner.cluster.lease import LeaseRecord
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import DataError
 from aligner.reporting.jsonl import MetricsFile, MetricsTail, read_metrics
+from aligner.reporting.samples_report import differences
 from aligner.studio import runs as module
-from aligner.studio.compare_page import differing_settings, last_figures
+from aligner.studio.compare_page import last_figures
 from aligner.studio.run_page import command_line
 from aligner.studio.runs import Run, Runs
 from aligner.studio.runs_page import main_metric, row
@@ -167,8 +168,8 @@ def test_what_differs_between_runs(tmp_path: Path) -> None:
     _run(tmp_path, "a", 2, config="optimizer: {lr: 0.1}\nmodel: {path: x}\n")
     _run(tmp_path, "b", 3, config="optimizer: {lr: 0.2}\nmodel: {path: x}\nextra: [1]\n")
     runs = [run for name in "ab" if (run := Runs(tmp_path).get(name)) is not None]
-    assert differing_settings(runs) == [{"key": "extra", "0": "not set", "1": "[1]"}, {"key": "optimizer.lr", "0": "0.1", "1": "0.2"}]
-    assert last_figures(runs)[0] == {"key": "rollout/reward", "0": "0.2", "1": "0.3"}
+    assert differences({run.name: run.config for run in runs})[1:] == [("optimizer.lr", "0.1", "0.2"), ("extra", "", "[1]")]
+    assert last_figures(runs)[:2] == [("metric", *(run.name for run in runs)), ("rollout/reward", "0.2", "0.3")]
 
 
 def test_long_runs_are_judged_in_part(tmp_path: Path) -> None:
