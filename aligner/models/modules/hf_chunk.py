@@ -346,10 +346,11 @@ def _without_dropout(model: torch.nn.Module) -> dict[str, float]:
 
 
 def _keep_buffers(model: torch.nn.Module) -> None:
-    """Persistent buffers of numbers (a router's biases) become parameters without gradient, so that checkpoints and exports have them."""
+    """Persistent buffers (a router's biases, a table of experts by token) become parameters without gradient, so that checkpoints and
+    exports have them."""
     for part in model.modules():
         for name, buffer in list(part._buffers.items()):
-            if buffer is not None and buffer.is_floating_point() and name not in part._non_persistent_buffers_set:
+            if buffer is not None and name not in part._non_persistent_buffers_set:
                 del part._buffers[name]
                 part.register_parameter(name, torch.nn.Parameter(buffer, requires_grad=False))
 

@@ -4,6 +4,8 @@ Continuous batching over `transformers`' cache. Prompts are computed together, e
 recurrent layers only with others of their length, since such layers may not skip padding. Running rows are aligned at their last token,
 with what is in front of them masked; finished rows make room for waiting ones. Samples depend on prompt and seed alone
 (`aligner.rollout.builtin.sampling`).
+
+A model whose cache keeps what cannot be moved so, which a few tokens show at the first refit, computes whole rows for every token.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,17 +22,20 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from aligner.errors import AlignerError, ConfigError, EngineError
+from aligner.models.modules.fusions import note_once
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.protocols import Replica
 from aligner.rollout.builtin.generation import PATIENCE
 from aligner.rollout.builtin.sampling import GOES_ON, STOP, Draw, Sampler
 from aligner.rollout.config import RolloutConfig, VerifyRefit
-from aligner.rollout.engine import Callers, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids, limit_of
+from aligner.rollout.engine import Callers, Capabilities, GenRequest, GenResult, ListedWork, Memory, Work, callers_of, check_ids, limit_of
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.manifest import named_few, not_finite
 from aligner.types import FinishReason, Images, LogprobKind, SamplingConfig
 
 _PART = 4  # rows leave, and prompts are computed, when this part of the seats is free
+_LARGEST_GAP, _LARGEST_GAP_OF_HALVES = 0.01, 0.5  # between log-probs with a cache and without, in float32 and in types of 16 bits
+_FEW = 0.25  # of the tokens may be further off: an expert chosen otherwise, equal scores of an indexer
 _LEAST_ROOM = 64  # tokens for which the cache of a layer grows at a time
 
 
@@ -166,6 +171,7 @@ class OwnModulesEngine:
         self.capabilities = Capabilities(name="transformers", logprobs=LogprobKind.sampled, sees=chunk.vision is not None, serves=True)
         self._trained, self._config, self._eos_id, self._decode, self._pauses = chunk, config, eos_id, decode, pauses
         self._chunk = chunk.twin() if config.asynchronous.max_staleness else chunk
+        self._caches: bool | None = None  # not known before there are weights
 
     def refit(self, version: int) -> int:
         """The weights are the policy's own, and only have to be there, or a copy. Returns the bytes that were copied. Raises EngineError
@@ -177,6 +183,14 @@ class OwnModulesEngine:
             if bad := not_finite(named):
                 raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(named)} tensors")
         self.version = version
+        if self._caches is None:
+            wrong = wrong_cache(self._chunk, self._config)
+            self._caches = not wrong
+            if wrong:
+                own = f"model_type={self._chunk.architecture.model_type}: its cache is not of use to the built-in engine"
+                note_once(
+                    f"{own} ({wrong}): each token takes a pass over its whole row; rollout.engine=vllm is faster", rank=self.replica.index
+                )
         return num_bytes
 
     def wake(self, memory: frozenset[Memory]) -> None:
@@ -190,7 +204,7 @@ class OwnModulesEngine:
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         """Responses to the requests of `work` as they end. Raises EngineError naming a prompt that is empty or leaves no room."""
-        run = _Run(self._chunk, self._config, sampling, self._eos_id, self._decode)
+        run = _Run(self._chunk, self._config, sampling, self._eos_id, self._decode, caches=self._caches is not False)
         run.pauses, run.version, run.callers = self._pauses, self.version, callers_of(work)
         was_training = self._chunk.training
         self._chunk.eval()
@@ -214,11 +228,48 @@ class OwnModulesEngine:
         )
 
 
-class _Run:
-    """One generation."""
+@torch.no_grad()
+def wrong_cache(chunk: HFChunk, config: RolloutConfig) -> str:
+    """Why the model's cache is of no use: rows that join, share a prompt and leave have other log-probs with it than in training, or it
+    fails. Empty if they are equal."""
+    length = min(8, chunk.max_sequence_length // 2)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(chunk.architecture.vocab_size, (size,), generator=generator).tolist() for size in (length, length // 2 or 1)]
+    requests = [GenRequest(index=i, tokens=tuple(prompts[i % 2]), seed=i, limit=max(1, length - i)) for i in range(5)]
+    sampling = SamplingConfig(max_response_length=length)
+    was_training = chunk.training
+    chunk.eval()
+    try:
+        run, work = _Run(chunk, replace(config, max_batch_size=3), sampling, -1, None), ListedWork(requests)
+        rows = []
+        while (ended := run.step(work)) is not None:
+            rows += [row for row, _ in ended]
+        off = torch.cat([_off(chunk, row) for row in rows])
+    except Exception as error:  # of whatever kind a module raises
+        return f"{type(error).__name__}: {error}"
+    finally:
+        chunk.train(was_training)
+    limit = _LARGEST_GAP if chunk.config.params_dtype == torch.float32 else _LARGEST_GAP_OF_HALVES
+    far = float((off > limit).float().mean())
+    return f"{far:.0%} of its log-probs are off by more than {limit}" if far > _FEW else ""
 
-    def __init__(self, chunk: HFChunk, config: RolloutConfig, sampling: SamplingConfig, eos_id: int, decode: Any) -> None:
-        self.chunk, self.sampling, self.config = chunk, sampling, config
+
+def _off(chunk: HFChunk, row: _Row) -> Tensor:
+    """How far the log-probs of a response are from those of training."""
+    tokens = torch.tensor([*row.request.tokens, *row.tokens], device=next(chunk.hf.parameters()).device)
+    hidden = chunk.backbone(input_ids=tokens[None], position_ids=torch.arange(len(tokens), device=tokens.device)[None], use_cache=False)
+    logprobs = chunk.logits(hidden.last_hidden_state[0, len(row.request.tokens) - 1 : -1]).log_softmax(-1)
+    drawn = tokens[len(row.request.tokens) :, None]
+    return (logprobs.gather(1, drawn)[:, 0] - torch.tensor(row.logprobs, device=tokens.device)).abs()
+
+
+class _Run:
+    """One generation; without `caches` no pass remembers the one before."""
+
+    def __init__(
+        self, chunk: HFChunk, config: RolloutConfig, sampling: SamplingConfig, eos_id: int, decode: Any, *, caches: bool = True
+    ) -> None:
+        self.chunk, self.sampling, self.config, self.caches = chunk, sampling, config, caches
         self.device = next(chunk.hf.parameters()).device
         seats, vocabulary = config.max_batch_size, chunk.architecture.vocab_size
         self.sampler = Sampler(sampling, eos_id=eos_id, vocab_size=vocabulary, num_seats=seats, device=self.device, decode=decode)
@@ -236,7 +287,7 @@ class _Run:
         self.pauses: Gate | None = None
         self.callers: Callers | None = None
         self.version = 0
-        self.pads_prompts = not has_states(chunk.hf.config)  # recurrent layers may see padding
+        self.pads_prompts = not caches or not has_states(chunk.hf.config)  # recurrent layers may see padding
         named = inspect.signature(chunk.backbone.forward).parameters
         self.cache_name = "cache" if "cache" in named else "past_key_values"  # its name in releases before 5.24
 
@@ -296,7 +347,7 @@ class _Run:
             begun.append(self.waiting.popleft())
             begun[-1].versions.append((0, self.version))
         self._compact()
-        cache, length = new_cache(self.chunk.hf.config), len(begun[-1].request.tokens)
+        cache, length = new_cache(self.chunk.hf.config) if self.caches else DynamicCache(), len(begun[-1].request.tokens)
         pads = torch.tensor([length - len(tokens) for tokens, _ in prompts], device=self.device)
         hidden, shifts = self._prefill(list(prompts), length, pads, cache)
         index = torch.tensor([prompts[_prompt_of(row.request)] for row in begun], device=self.device)
@@ -326,6 +377,8 @@ class _Run:
         The pass pads rows at their ends, where no token looks: a mask would leave padding in front nothing to look at. The cache has the
         padding in front.
         """
+        if not self.caches:
+            return self._whole(prompts), torch.zeros_like(pads)
         tokens = torch.tensor([[*own, *[0] * (length - len(own))] for own, _ in prompts], device=self.device)
         slots, rows = torch.arange(length, device=self.device), torch.arange(len(prompts), device=self.device)
         given = {"input_ids": tokens, "position_ids": slots.expand(tokens.shape), "attention_mask": None}
@@ -352,14 +405,30 @@ class _Run:
         self.width, self.has_pads = width, bool(self.pads.any())
         self.rows += begun
 
+    def _whole(self, rows: Sequence[_Prompt]) -> Tensor:
+        """Hidden states [rows, H] of the last tokens, as training computes them."""
+        found, count = [], max(1, self.config.prefill_chunk_tokens // max(len(tokens) for tokens, _ in rows))
+        for part in (rows[start : start + count] for start in range(0, len(rows), count)):
+            ends = torch.tensor([len(tokens) - 1 for tokens, _ in part], device=self.device)
+            length = int(ends.max()) + 1
+            tokens = torch.tensor([[*own, *[0] * (length - len(own))] for own, _ in part], device=self.device)
+            positions = torch.arange(length, device=self.device).expand(tokens.shape)
+            images = torch.stack([Images.of(own) for _, own in part]) if any(own for _, own in part) else None
+            found.append(self.chunk(tokens, positions, images=images)[ends, torch.arange(len(part), device=self.device)])
+        return torch.cat(found)
+
     def _decode_step(self) -> list[tuple[_Row, bool]]:
-        self._compact(least=self.refill)
+        self._compact(least=self.refill if self.caches else 1)
         self.since_begun += 1
         self.width += 1
-        mask = torch.arange(self.width, device=self.device) >= self.pads[:, None] if self.has_pads else None
-        positions = (self.width - 1 - self.pads + self.shifts)[:, None]
-        assert self.cache is not None
-        hidden = self._pass(self.inputs[:, None], positions, mask, self.cache)
+        if self.caches:
+            mask = torch.arange(self.width, device=self.device) >= self.pads[:, None] if self.has_pads else None
+            positions = (self.width - 1 - self.pads + self.shifts)[:, None]
+            assert self.cache is not None
+            hidden = self._pass(self.inputs[:, None], positions, mask, self.cache)
+        else:
+            prompts = [(row, _prompt_of(row.request)) for row in self.rows if row is not None]
+            hidden = self._whole([((*tokens, *row.tokens), images) for row, (tokens, images) in prompts])
         draw = self.sampler.draw(self.chunk.logits(hidden), self.seats)
         self.inputs = draw.tokens
         return self._record(draw, first=0)
