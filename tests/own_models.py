@@ -116,7 +116,7 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "gemma3": (
         "Gemma3",
         {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
-        _TOWER | {"model_type": "siglip_vision_model"},
+        _TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
         {"mm_tokens_per_image": 4, "image_token_id": 50, "boi_token_id": 51, "eoi_token_id": 52},
     ),
     "llava": (

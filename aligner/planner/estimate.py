@@ -34,7 +34,7 @@ from aligner.planner.memory import (
     train_micro_batches,
 )
 from aligner.planner.times import PhaseTime, phase_times
-from aligner.planner.tower import tower_of
+from aligner.planner.tower import features_seen, tower_of
 from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, Phase, StateBytes, Tower
 from aligner.rollout.config import EngineKind, check_ahead, check_engine
 from aligner.servers.components import SERVERS, in_section
@@ -189,7 +189,7 @@ class Scales:
         """What the model's vision tower costs; None if it has none that is counted."""
         model = component.model
         of_model = (model.dtype, model.images, model.lora, model.freeze, model.recompute, component.optimizer is None)
-        key = repr((component.architecture, *of_model))
+        key = repr((component.architecture, *of_model, features_seen(component)))
         if key not in self._towers:
             self._towers[key] = tower_of(component)
         return self._towers[key]

@@ -1,9 +1,14 @@
 """What the vision tower of a model costs for each of its features (a token that an image takes): memory, measured on the tower's own
-modules, and FLOPs. Of towers that take patches with their grid (Qwen's)."""
+modules, and FLOPs.
+
+Towers take patches with their grid (Qwen's), or pictures: all of one size (CLIP's, SigLIP's, SmolVLM's tiles), or with sizes (Pixtral's).
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -14,8 +19,10 @@ from aligner.models.families.own_modules import outline, part_of
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.vision import Sight, features
 from aligner.planner.dry_run import LiveStorage
-from aligner.planner.workload import Component, Tower
+from aligner.planner.workload import Component, Tower, micro_batches
 
+_COUNTS = (2, 4)  # pictures
+_LARGEST_SIDE = 32  # patches of a picture that is measured
 _SIDES = (8, 16)  # merged patches along an image's sides: between two sizes memory is linear in the features
 
 
@@ -27,6 +34,22 @@ class _Moments(NamedTuple):
     forward: float  # the most that a pass without gradient holds
 
 
+def features_seen(component: Component) -> int:
+    """Those of a micro-batch."""
+    rows = component.work.rows if component.optimizer is None else component.work.update_rows
+    return micro_batches(component, rows).rows * component.seen_tokens
+
+
+class _Shape(NamedTuple):
+    """Of a tower."""
+
+    patches: float  # that a feature stands for
+    depth: int
+    width: int
+    windowed: int = 0  # layers whose attention sees `window` patches
+    window: int = 0
+
+
 def tower_of(component: Component) -> Tower | None:
     """None if the model reads no images, or its tower is of another kind."""
     architecture = component.architecture
@@ -34,35 +57,37 @@ def tower_of(component: Component) -> Tower | None:
         return None
     whole = outline(architecture)
     config = getattr(whole.config, "vision_config", None)
-    if not hasattr(whole.base_model, "visual") or not hasattr(config, "spatial_merge_size"):
+    if hasattr(whole.base_model, "visual") and hasattr(config, "spatial_merge_size"):
+        window, layers = getattr(config, "window_size", 0), config.depth
+        windowed = layers - len(config.fullatt_block_indexes) if window else 0
+        width = whole.base_model.visual.patch_embed.embed_dim
+        shape = _Shape(config.spatial_merge_size**2, layers, width, windowed, (window // config.patch_size) ** 2)
+        fewest = max(2, len(getattr(config, "deepstack_visual_indexes", None) or []))
+        first, second = (_fitted(component, whole, config, depth) for depth in (fewest, fewest + 1))
+    elif all(type(getattr(config, name, None)) is int for name in ("image_size", "patch_size", "num_hidden_layers", "hidden_size")):
+        used = getattr(whole.config, "vision_feature_layer", -1)  # the last layers may be of no use
+        fewest = max(2, *(one + 1 if one >= 0 else -one for one in (used if isinstance(used, list) else [used])))
+        shape, *found = (_of_pictures(component, whole, depth) for depth in (fewest, fewest + 1))
+        shape, (first, second) = shape[0]._replace(depth=config.num_hidden_layers), (shape[1], found[0][1])
+    else:
         return None
     trained = _trained(component)
     sizes = {Part.vision: 0, Part.projector: 0}
     for name, parameter in whole.named_parameters():
-        if parameter.dim() > 1 and "pos_embed" not in name and (part := part_of(name, whole)) in sizes:
+        if parameter.dim() > 1 and not re.search("pos(ition)?_embed", name) and (part := part_of(name, whole)) in sizes:
             sizes[part] += parameter.numel()
-    merged = config.spatial_merge_size**2
-    forward = {Part.vision: 2.0 * merged * sizes[Part.vision], Part.projector: 2.0 * sizes[Part.projector]}
+    forward = {Part.vision: 2.0 * shape.patches * sizes[Part.vision], Part.projector: 2.0 * sizes[Part.projector]}
     passes = {
         Part.vision: 3.0 if Part.vision in trained else 1.0,
         Part.projector: 1.0 + (Part.vision in trained) + (Part.projector in trained),
     }
     again = sum(forward.values()) if trained and component.model.recompute is Recompute.full else 0.0
-    deep = len(getattr(config, "deepstack_visual_indexes", None) or [])
-    fewest = max(2, deep)
-    first, second = (_fitted(component, whole, config, depth) for depth in (fewest, fewest + 1))
-    more = config.depth - fewest  # layers that are not measured
-    window = getattr(config, "window_size", 0)
     return Tower(
-        kept=first[0].kept + more * (second[0].kept - first[0].kept),
+        kept=first[0].kept + (shape.depth - fewest) * (second[0].kept - first[0].kept),  # with the layers that are not measured
         working=first[0].working,
         forward=first[0].forward,
         fixed=max(0, int(first[1].working)),
-        patches=merged,
-        depth=config.depth,
-        width=whole.base_model.visual.patch_embed.embed_dim,
-        windowed=config.depth - len(config.fullatt_block_indexes) if window else 0,
-        window=(window // config.patch_size) ** 2,
+        **shape._asdict(),
         flops=sum(forward.values()),
         trained_flops=sum(passes[part] * forward[part] for part in forward) + again,
     )
@@ -87,21 +112,72 @@ def _fitted(component: Component, whole: Any, config: Any, depth: int) -> tuple[
     trained, recomputes = _trained(component), component.model.recompute is Recompute.full
     with torch.device("meta"):
         tower = type(whole.base_model.visual)._from_config(config, dtype=resolve_dtype(component.model.dtype))
-    for name, parameter in tower.named_parameters():
-        parameter.requires_grad_(part_of(re.sub(r"blocks\.\d+", "blocks.0", f"model.visual.{name}"), whole) in trained)
-    tower.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*tower.parameters(), *tower.buffers()):
-            tensor.zero_()
-    for parameter in tower.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_grad)
+    _fill(
+        tower,
+        {
+            name: part_of(re.sub(r"blocks\.\d+", "blocks.0", f"model.visual.{name}"), whole) in trained
+            for name, _ in tower.named_parameters()
+        },
+    )
     if trained and recomputes:
         tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     small, large = (_measured(tower.train(), config, side * merge) for side in _SIDES)
     few, many = (side**2 for side in _SIDES)
     slopes = _Moments(*((b - a) / (many - few) for a, b in zip(small, large, strict=True)))
     return slopes, _Moments(*(a - few * slope for a, slope in zip(small, slopes, strict=True)))
+
+
+def _fill(module: torch.nn.Module, trained: Mapping[str, bool]) -> None:
+    """Give the parameters memory on the host, and those that are trained a gradient that is dropped at once."""
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.zero_()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trained[name])
+        if trained[name]:
+            parameter.register_post_accumulate_grad_hook(_drop_grad)
+
+
+def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, tuple[_Moments, _Moments]]:
+    """A tower with that many layers for pictures, small ones if its own are large: its shape, and (by feature, besides)."""
+    config, trained = deepcopy(whole.config), _trained(component)
+    own = config.vision_config
+    own.num_hidden_layers, side = depth, min(own.image_size // own.patch_size, _LARGEST_SIDE)
+    if hasattr(config, "mm_tokens_per_image"):
+        config.mm_tokens_per_image = config.mm_tokens_per_image * side**2 // (own.image_size // own.patch_size) ** 2
+    own.image_size, config.get_text_config().num_hidden_layers = side * own.patch_size, 1
+    with torch.device("meta"):
+        model = type(whole.base_model)._from_config(config, dtype=resolve_dtype(component.model.dtype))
+    for name, part in model.named_children():
+        if part is not model.get_decoder():
+            _fill(
+                part,
+                {one: part_of(re.sub(r"\.\d+\.", ".0.", f"model.{name}.{one}"), whole) in trained for one, _ in part.named_parameters()},
+            )
+    if trained and component.model.recompute is Recompute.full:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    taken = inspect.signature(model.get_image_features).parameters
+    sized = "image_sizes" in taken and taken["image_sizes"].default is inspect.Parameter.empty
+
+    def look(pixels: torch.Tensor) -> torch.Tensor:
+        more = {"image_sizes": torch.full((len(pixels), 2), own.image_size)} if sized else {}
+        found = model.get_image_features(pixels[None] if "pixel_attention_mask" in taken else pixels, **more).pooler_output
+        return found if isinstance(found, torch.Tensor) else torch.cat(list(found))
+
+    model.train()
+    pictures = [torch.ones(count, 3, own.image_size, own.image_size) for count in _COUNTS]
+    by_count = [_moments(pixels, lambda pixels=pixels: look(pixels)) for pixels in pictures]
+    features = [look(pixels).numel() // config.get_text_config().hidden_size for pixels in pictures]
+    seen, (few, many) = features_seen(component), features
+    # By feature, with what the mask of pictures beside each other adds for each: a x + b x^2.
+    bend = [(b / many - a / few) / (many - few) for a, b in zip(*by_count, strict=True)]
+    slopes = _Moments(*(a / few + b * (seen - few) for a, b in zip(by_count[0], bend, strict=True)))
+    alone = 0 if sized else side**2
+    return _Shape(_COUNTS[0] * side**2 / few, depth, own.hidden_size, own.num_hidden_layers if alone else 0, alone), (
+        slopes,
+        _Moments(0, 0, 0),
+    )
 
 
 def _drop_grad(parameter: torch.Tensor) -> None:
@@ -114,11 +190,16 @@ def _measured(tower: Any, config: Any, side: int) -> _Moments:
     none = torch.zeros(0, dtype=torch.int64)
     pixels, grid = torch.zeros(side * side, numbers), torch.tensor([[1, side, side]])
     sight = Sight(pixels=pixels, grid=grid, feature_of=none, positions=none)
+    return _moments(pixels, lambda: features(tower, sight))
+
+
+def _moments(pixels: torch.Tensor, look: Callable[[], torch.Tensor]) -> _Moments:
+    """Of what makes features of pixels."""
     with LiveStorage() as tracker, torch.no_grad():
-        features(tower, sight)
+        look()
         forward = tracker.peak
     with LiveStorage() as tracker:
-        found = features(tower, sight)
+        found = look()
         kept, peak = tracker.live, tracker.peak
         if found.requires_grad:
             tracker.restart()

@@ -15,7 +15,7 @@ from vision_rows import Rows
 
 from aligner.losses.sft import sft_loss
 from aligner.models import create
-from aligner.models.config import Dtype, ModelConfig, Part, Recompute
+from aligner.models.config import Dtype, Implementation, ModelConfig, Part, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
@@ -26,6 +26,7 @@ from aligner.types import Images, LabeledBatch
 
 LENGTH, ROWS, IMAGES = 160, 4, 6
 SEEN = {"freeze": []}
+OWN = SEEN | {"implementation": Implementation.transformers}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # (model, fields of ModelConfig, of ParallelConfig)
     "qwen2_5_vl": ("qwen2_5_vl", SEEN, {}),
     "qwen3_vl": ("qwen3_vl", SEEN, {}),
@@ -34,6 +35,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # (model, fiel
     "qwen3_vl_recompute": ("qwen3_vl", SEEN | {"recompute": Recompute.full}, {}),
     "qwen2_5_vl_pp2": ("qwen2_5_vl", SEEN, {"pp": 2}),
     "qwen2_5_vl_tp2": ("qwen2_5_vl", SEEN, {"tp": 2}),
+    "gemma3": ("gemma3", OWN, {}),
+    "llava": ("llava", OWN, {}),
+    "mistral3": ("mistral3", OWN, {}),
+    "smolvlm": ("smolvlm", OWN, {}),
+    "llava_recompute": ("llava", OWN | {"recompute": Recompute.full}, {}),
+    "gemma3_projector": ("gemma3", OWN | {"freeze": [Part.vision]}, {}),
 }
 
 
@@ -82,11 +89,13 @@ def measure(folder: Path, name: str) -> tuple[int, int]:
         return topology.pp_rank, tracker.peak
 
 
-def predict(folder: Path, image_tokens: int) -> dict[str, list[tuple[int, int]]]:
+def predict(folder: Path) -> dict[str, list[tuple[int, int]]]:
     """Of every case, by stage: activations with and without images."""
     found = {}
-    for name in CASES:
-        own, cluster = component(folder, name, image_tokens=image_tokens), ClusterConfig()
+    for name, (kind, *_) in CASES.items():
+        rows = Rows(kind, folder / kind)
+        slots = IMAGES * rows.vision.num_slots(rows.digests["b"])
+        own, cluster = component(folder, name, image_tokens=slots), ClusterConfig()
         blind = replace(own, model=replace(own.model, images=False))
         plans = [plan_component(one, cluster, Scales(cluster.device)) for one in (own, blind)]
         found[name] = [tuple(plan.activations(Phase.train, stage) for plan in plans) for stage in range(own.parallel.pp)]
@@ -96,15 +105,14 @@ def predict(folder: Path, image_tokens: int) -> dict[str, list[tuple[int, int]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("towers")
-    for name in ("qwen2_5_vl", "qwen3_vl"):
+    for name in {kind for kind, *_ in CASES.values()}:
         write_seeing(name, made / name, num_hidden_layers=4)
     return made
 
 
 @pytest.fixture(scope="module")
 def plans(folder: Path, on_ranks) -> dict[str, list[tuple[int, int]]]:
-    rows = Rows("qwen3_vl", folder / "qwen3_vl")
-    return on_ranks(predict, 1, folder, IMAGES * rows.vision.num_slots(rows.digests["b"]))[0]
+    return on_ranks(predict, 1, folder)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -113,3 +121,9 @@ def test_activations_with_images_are_the_real_ones(name: str, folder: Path, plan
         planned, blind = plans[name][stage]
         assert planned == pytest.approx(peak, rel=0.1)
         assert (planned > blind) == (stage == 0)
+import os
+if os.environ.get("SHOW"):
+    def test_show(folder, plans, on_ranks):
+        for name in CASES:
+            if CASES[name][2]: continue
+            print(name, plans[name], on_ranks(measure, 1, folder, name))

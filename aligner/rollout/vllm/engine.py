@@ -88,6 +88,7 @@ class VLLMEngine:
         self._weight_bytes = weight_bytes
         self._vision, self._has_tower = vision, images.is_seen(architecture)
         self._images: images.GivenImages | None = None
+        self._has_inner_level = False  # known once it has started
         # Whether vLLM computes log-probs after applying the temperature (and all else), not before.
         self._scaled = config.sampling.temperature not in (0.0, 1.0) and not config.sampling.reshaping()
         kind = self._kind(config.sampling)
@@ -119,6 +120,7 @@ class VLLMEngine:
         with _generators_kept():  # vLLM seeds the process's generators
             self._llm = vllm.LLM(**settings)
         self._llm.apply_model(partial(keep_apart, whole))
+        self._has_inner_level = bool(self._llm.apply_model(images.has_inner_level)[0])
         client = self._llm.llm_engine.engine_core
         try:
             attrgetter(*HELD)(client)
@@ -197,8 +199,9 @@ class VLLMEngine:
         self._updating, self._wanted = True, set(self._parameters())  # read now, before parameters appear that vLLM computes
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        named = [(self._file_name(name), tensor) for name, tensor in bucket]
         try:
-            self._llm.collective_rpc("update_weights", kwargs={"update_info": {"weights": bucket, "loaded": self._loaded}})
+            self._llm.collective_rpc("update_weights", kwargs={"update_info": {"weights": named, "loaded": self._loaded}})
         except Exception:
             self._updating = False  # vLLM gives it up
             raise
@@ -236,7 +239,12 @@ class VLLMEngine:
 
     def _own_name(self, name: str) -> str:
         """What vLLM's model calls a parameter of the files, whose names differ where the model has a tower."""
-        return str(self._llm.apply_model(lambda model: model.hf_to_vllm_mapper.map_name(name))[0]) if self._has_tower else name
+        name = self._file_name(name)
+        mapper = self._llm.apply_model(lambda model: getattr(model, "hf_to_vllm_mapper", None))[0] if self._has_tower else None
+        return name if mapper is None else str(mapper.map_name(name))
+
+    def _file_name(self, name: str) -> str:
+        return images.with_inner_level(name) if self._has_inner_level else name
 
     def sleep(self, memory: frozenset[Memory]) -> None:
         """All memory or none, and on a GPU only."""

@@ -6,8 +6,9 @@ no tokenizer is loaded, and no processor of `transformers`.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,14 @@ from aligner.models.config import Architecture
 from aligner.rollout.engine import GenRequest
 from aligner.types.extras import MOST_IMAGES
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "mistral3")  # models whose rows with images have been compared with training's
+KINDS = (
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "mistral3",
+    "llava",
+    "gemma3",
+    "smolvlm",
+)  # models whose rows with images have been compared with training's
 # The functions and arguments in use, as `aligner.rollout.vllm.engine.USED`.
 USED = (
     ("vllm.inputs", "mm_input prompt_token_ids mm_kwargs mm_hashes mm_placeholders"),
@@ -34,6 +42,7 @@ USED = (
 )
 # Of `vllm.LLM`. Pixels are not kept in a second cache, and no image is made up to measure the tower's memory.
 SETTINGS = {"limit_mm_per_prompt": {"image": MOST_IMAGES}, "mm_processor_cache_gb": 0, "skip_mm_profiling": True}
+_GIVEN = "reads_given_rows"  # marks vLLM's classes that are registered again
 _IMPORTED = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
 
@@ -46,23 +55,46 @@ def register(name: str) -> None:
     """Let vLLM make its model `name` without a tokenizer and without the files of an image processor. Raises EngineError if it has none."""
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.processing import BaseMultiModalProcessor
 
     if name not in ModelRegistry.models:
         raise EngineError(f"rollout.engine=vllm: vLLM has no model {name}; allowed: rollout.engine=megatron")
     with _without_torchvision():
         kind = ModelRegistry.models[name].load_model_cls()
-    made = kind._processor_factory
-    if not made.processor.requires_tokenizer:  # an engine was started before
+    if hasattr(kind, _GIVEN):  # an engine was started before
         return
+    made = kind._processor_factory
+    BaseMultiModalProcessor.requires_tokenizer = False
     limits = {
         "get_supported_mm_limits": lambda self: {"image": None},
         "get_mm_max_tokens_per_item": lambda self, seq_len, mm_counts: {"image": seq_len},  # an image has no more than its row
     }
-    given = {"requires_tokenizer": False, "get_dummy_mm_inputs": lambda self, *_, **__: {}}  # vLLM's warm-up does without
-    own = type(kind.__name__, (kind,), {"__module__": kind.__module__})
-    info, processor = type("Limits", (made.info,), limits), type("Given", (made.processor,), given)
+    warm_up = {"get_dummy_mm_inputs": lambda self, *_, **__: {}}  # vLLM's does without
+    own = type(kind.__name__, (kind,), {"__module__": kind.__module__, _GIVEN: True})
+    info, processor = _changed(made.info, limits), _changed(made.processor, warm_up)
     MULTIMODAL_REGISTRY.register_processor(processor, info=info, dummy_inputs=made.dummy_inputs)(own)
     ModelRegistry.register_model(name, own)
+
+
+def _changed(make: Callable[..., Any], methods: dict[str, Any]) -> Callable[..., Any]:
+    """A class or a function like `make`, whose objects have other methods."""
+
+    def made(*given: Any, **named: Any) -> Any:
+        found = make(*given, **named)
+        found.__class__ = type(type(found).__name__, (type(found),), methods)
+        return found
+
+    return made
+
+
+def has_inner_level(model: Any) -> bool:
+    """Whether the vision tower of vLLM's model has the level of names that transformers 5 leaves out."""
+    return hasattr(getattr(model, "vision_tower", None), "vision_model")
+
+
+def with_inner_level(name: str) -> str:
+    """The name in such a model of a tensor in files of any release."""
+    return re.sub(r"(^|\.)vision_tower\.(?!vision_model\.)", r"\1vision_tower.vision_model.", name)
 
 
 class GivenImages:
@@ -100,9 +132,18 @@ class GivenImages:
         if item is None:
             found = self._vision.inputs([digest])
             inputs = {name: one.to(self._dtype) if one.is_floating_point() else one for name, one in found.items()}
+            if "num_patches" in self._fields(inputs, {}):
+                inputs = _tiles(inputs)
             (item,) = MultiModalKwargsItems.from_hf_inputs(inputs, self._fields(inputs, {}))["image"]
             self._items[digest] = item
         return item
+
+
+def _tiles(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An image whose tiles vLLM counts (Gemma 3's crops, SmolVLM's), which for some models are in a dimension behind that of rows."""
+    if inputs["pixel_values"].dim() == 5:
+        inputs = {name: one.flatten(0, 1) for name, one in inputs.items()}
+    return inputs | {"num_patches": torch.tensor([len(inputs["pixel_values"])])}
 
 
 class _Absent(ModuleType):

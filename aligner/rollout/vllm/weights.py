@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
 from aligner.errors import EngineError
+from aligner.models.families.wrappers import is_of_images
 from aligner.rollout.engine.foreign import fusion_group
 from aligner.rollout.engine.manifest import named_few
 
@@ -53,12 +54,13 @@ class InProcessWeights(IPCWeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: Bucket) -> None:
         """A layer keeps its tensors until it has all of them, and the bucket's memory is reused, so it gets copies.
 
-        Raises EngineError naming tensors that the model ignores, as Cohere's does an output layer of its own.
+        Raises EngineError naming tensors that the model ignores, as Cohere's does an output layer of its own. A tower's last layers may be
+        of no use to it, as to LLaVA.
         """
         for _, group in groupby(update_info.weights, key=lambda named: fusion_group(named[0])):
             members = list(group)
             loaded = self.model.load_weights((name, tensor.clone()) for name, tensor in members)
-            if not loaded:
+            if not loaded and not all(is_of_images(name) for name, _ in members):
                 raise EngineError(f"{type(self.model).__name__} of vLLM has no place for {named_few([name for name, _ in members])}")
             update_info.loaded.update(loaded)
 

@@ -65,8 +65,8 @@ def gap(policy: Any, rollouts: list[Any]) -> float:
 @installed
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("qwen2_5_vl", SEEN), ("qwen2_5_vl", OWN), ("qwen3_vl", SEEN), ("qwen3_vl", OWN), ("mistral3", OWN)],
-    ids=["qwen2_5_vl", "qwen2_5_vl-own", "qwen3_vl", "qwen3_vl-own", "mistral3-own"],
+    [("qwen2_5_vl", SEEN), ("qwen3_vl", SEEN), *((name, OWN) for name in wrapper.KINDS)],
+    ids=["qwen2_5_vl", "qwen3_vl", *(f"{name}-own" for name in wrapper.KINDS)],
 )
 def test_tokens_and_log_probs_are_trainings_before_and_after_a_step(name: str, fields: dict, load_policy, tmp_path: Path) -> None:
     """Rows with no, one and two images side by side. The step trains the tower too, so that nothing it has seen may be left over."""
