@@ -36,6 +36,7 @@ LARGE_BYTES = 1 << 16  # a request of more is read beside the event loop
 WRITE_SECONDS = 60.0  # for a client to read what is ready for it
 SESSION = web.RequestKey("SESSION", str)  # of a request's key or header; "" for the endpoint's own key without the header
 SESSION_HEADER, VERSION_HEADER = "X-Session-ID", "X-Weight-Version"
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
@@ -238,21 +239,26 @@ class Endpoint(HttpThread):
             await answer.prepare(request)
             try:
                 async for event in interface.stream(generation):
-                    await _send(answer, event, named=interface.named)
+                    await _send(request, answer, event, named=interface.named)
             except Refusal as error:  # too late for a status
                 failure = _error(request.path, error.status, str(error))
-                await _send(answer, {"type": "error", **failure}, named=interface.named)
+                await _send(request, answer, {"type": "error", **failure}, named=interface.named)
             else:
                 if not interface.named:
-                    await asyncio.wait_for(answer.write(b"data: [DONE]\n\n"), WRITE_SECONDS)
+                    await _write(request, answer, b"data: [DONE]\n\n")
             await answer.write_eof()
             return answer
 
 
-async def _send(answer: web.StreamResponse, event: dict[str, Any], *, named: bool) -> None:
+async def _send(request: web.Request, answer: web.StreamResponse, event: dict[str, Any], *, named: bool) -> None:
     name = f"event: {event['type']}\n" if named else ""
-    data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-    await asyncio.wait_for(answer.write(f"{name}data: {data}\n\n".encode()), WRITE_SECONDS)
+    await _write(request, answer, f"{name}data: {_encoded(event)}\n\n".encode())
+
+
+async def _write(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:
+    """Raises TimeoutError for a client that does not read; a watch over every event would cost more than the event."""
+    takes_all = request.transport is not None and not request.transport.get_write_buffer_size() and len(data) < LARGE_BYTES // 4
+    await (answer.write(data) if takes_all else asyncio.wait_for(answer.write(data), WRITE_SECONDS))
 
 
 def _error(path: str, status: int, message: str, parameter: str | None = None) -> dict[str, Any]:
@@ -280,5 +286,4 @@ def _headers(version: int) -> dict[str, str]:
 
 def _json(document: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     named = _headers(document["weight_version"]) if "weight_version" in document else {"Server": gateway.SERVER}
-    body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    return web.Response(body=body, status=status, headers={**named, **(headers or {})}, content_type="application/json")
+    return web.Response(body=_encoded(document).encode(), status=status, headers={**named, **(headers or {})}, content_type="application/json")

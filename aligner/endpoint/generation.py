@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import secrets
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,6 +28,8 @@ from aligner.servers.gateway import Refusal
 
 T = TypeVar("T")
 RETRY = {"Retry-After": "1"}
+TURN_SECONDS, LONGEST_TURN = 0.04, 0.2  # tokens that the engine gives a stream within a turn are one event
+WORK_SHARE = 10  # turns are at least this many times as long as the event loop's work in one, which keeps the engine's thread from Python
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -43,12 +46,14 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Callable[[], None]] = deque()
         self._has_called = False
+        self._next: asyncio.TimerHandle | None = None  # the end of the turn, as long as calls come
+        self._worked = time.thread_time()
         self._thread = ThreadPoolExecutor(1, "endpoint")
 
-    def put(self, call: Callable[[], None]) -> None:
-        """From any thread, in order."""
+    def put(self, call: Callable[[], None], *, at_once: bool = True) -> None:
+        """From any thread, in order; done with the next turn of the event loop if not at once."""
         self._waiting.append(call)
-        if not self._has_called:
+        if not self._has_called and (at_once or self._next is None):
             self._has_called = True
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._run)
@@ -63,6 +68,11 @@ class Inbox:
 
     def _run(self) -> None:
         self._has_called = False
+        if self._next is not None:
+            self._next.cancel()
+        before, self._worked = self._worked, time.thread_time()
+        turn = min(max(TURN_SECONDS, WORK_SHARE * (self._worked - before)), LONGEST_TURN)
+        self._next = self._loop.call_later(turn, self._run) if self._waiting else None  # before the last look at what waits
         while self._waiting:
             self._waiting.popleft()()
 
@@ -77,6 +87,8 @@ class Choice:
     reply: Reply
     future: Future[GenResult] | None = None
     result: GenResult | None = None
+    ids: list[int] = field(default_factory=list)  # told by the engine's thread, as are their log-probs, which come last
+    logprobs: list[float] = field(default_factory=list)
     known: tuple[list[float], list[Likeliest]] | None = None  # of prompt and response but its first token, if they are asked for
 
     @property
@@ -116,8 +128,7 @@ class Generation:
     sessions: KeptSessions | None = None
     session: str = ""
     choices: list[Choice] = field(default_factory=list)
-    _arrived: deque[tuple[Choice, Sequence[int], Sequence[float], bool]] = field(default_factory=deque)
-    _has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_grown: asyncio.Event = field(default_factory=asyncio.Event)
     _error: BaseException | None = None
 
     _unseeded = itertools.count()
@@ -164,14 +175,11 @@ class Generation:
         choice.future.add_done_callback(lambda _: self.inbox.put(partial(self._ended, choice)))
 
     def _tell(self, choice: Choice, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.inbox.put(partial(self._arrive, choice, tuple(ids), tuple(logprobs), False))
-
-    def _arrive(self, choice: Choice, ids: Sequence[int], logprobs: Sequence[float], is_last: bool) -> None:
-        if self._arrived and self._arrived[-1][0] is choice and not is_last:  # for a reader that is slower than the engine
-            _, before, known, _ = self._arrived.pop()
-            ids, logprobs = [*before, *ids], [*known, *logprobs]
-        self._arrived.append((choice, ids, logprobs, is_last))
-        self._has_arrived.set()
+        """In the engine's thread."""
+        is_first = not choice.ids
+        choice.ids += ids
+        choice.logprobs += logprobs
+        self.inbox.put(self._has_grown.set, at_once=is_first)
 
     def _ended(self, choice: Choice) -> None:
         """In the event loop, also if the client has gone."""
@@ -186,26 +194,25 @@ class Generation:
             if not isinstance(error, AlignerError):
                 traceback.print_exc(file=sys.stderr)
             self._error = error
-        self._arrive(choice, (), (), True)
+        self._has_grown.set()
 
     async def steps(self) -> AsyncIterator[Step]:
         """The responses as they grow, until all have ended. Raises Refusal if the engine fails."""
-        left = len(self.choices) if self.ask.samples else 0
+        left = list(self.choices) if self.ask.samples else []
         while left:
-            await self._has_arrived.wait()
-            self._has_arrived.clear()
-            while self._arrived:
-                choice, ids, logprobs, is_last = self._arrived.popleft()
-                if self._error is not None:
-                    raise Refusal(503 if isinstance(self._error, EngineError) else 500, str(self._error), RETRY) from self._error
-                if not is_last:
-                    yield Step(choice, ids, logprobs, choice.reply.feed(ids), False)
-                    continue
-                assert choice.result is not None
-                known = choice.reply.num_tokens
-                pieces = choice.reply.close(choice.result)
-                left -= 1
-                yield Step(choice, choice.result.tokens[known:], choice.result.logprobs[known:], pieces, True)
+            await self._has_grown.wait()
+            self._has_grown.clear()
+            if self._error is not None:
+                raise Refusal(503 if isinstance(self._error, EngineError) else 500, str(self._error), RETRY) from self._error
+            for choice in left[:]:
+                known, told = choice.reply.num_tokens, len(choice.logprobs)
+                if choice.result is not None:
+                    left.remove(choice)
+                    pieces = choice.reply.close(choice.result)
+                    yield Step(choice, choice.result.tokens[known:], choice.result.logprobs[known:], pieces, True)
+                elif told > known:
+                    ids = choice.ids[known:told]
+                    yield Step(choice, ids, choice.logprobs[known:told], choice.reply.feed(ids), False)
 
     async def end(self) -> None:
         """Wait until all have ended, and look up the log-probs that were not drawn. Raises Refusal if the engine fails."""
