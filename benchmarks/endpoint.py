@@ -50,7 +50,7 @@ def prompts(number: int, vocab_size: int) -> list[list[int]]:
 
 
 def in_process(policy: OpenPolicy, rows: list[list[int]], length: int, stream: bool) -> tuple[float, list[list[int]]]:
-    def told(ids: Any, logprobs: Any) -> None:
+    def told(*_: Any) -> None:
         pass
 
     sampling, start = SamplingConfig(max_response_length=length), time.perf_counter()

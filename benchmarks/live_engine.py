@@ -84,7 +84,7 @@ def from_threads(live: Any, prompts: Sequence[Sequence[int]], limits: Sequence[i
                     return
                 index, (prompt, limit) = left.pop(0)
             how = SamplingConfig(max_response_length=limit, temperature=1 + 0.01 * (index % chosen.settings))
-            listen = (lambda tokens, _: heard.extend(tokens)) if chosen.stream else None
+            listen = (lambda tokens, *_: heard.extend(tokens)) if chosen.stream else None
             counts.append(len(live.submit(LiveRequest(tokens=tuple(prompt), seed=index, sampling=how, on_tokens=listen)).result().tokens))
 
     clients = [threading.Thread(target=client) for _ in range(chosen.clients)]

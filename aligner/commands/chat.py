@@ -54,7 +54,7 @@ class Talk:
         self.prompt, self.ids, self.pieces = tuple(self._tokens()), [], queue.SimpleQueue()
         pieces = self.pieces
 
-        def put(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        def put(ids: Sequence[int], *_: object) -> None:
             for token in ids:
                 pieces.put(token)
 

@@ -286,4 +286,6 @@ def _headers(version: int) -> dict[str, str]:
 
 def _json(document: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     named = _headers(document["weight_version"]) if "weight_version" in document else {"Server": gateway.SERVER}
-    return web.Response(body=_encoded(document).encode(), status=status, headers={**named, **(headers or {})}, content_type="application/json")
+    return web.Response(
+        body=_encoded(document).encode(), status=status, headers={**named, **(headers or {})}, content_type="application/json"
+    )

@@ -89,12 +89,8 @@ class Choice:
     result: GenResult | None = None
     ids: list[int] = field(default_factory=list)  # told by the engine's thread, as are their log-probs, which come last
     logprobs: list[float] = field(default_factory=list)
-    known: tuple[list[float], list[Likeliest]] | None = None  # of prompt and response but its first token, if they are asked for
-
-    @property
-    def tops(self) -> list[Likeliest]:
-        """The likeliest tokens in the places of the response's."""
-        return [] if self.known is None else self.known[1][len(self.prompt) - 1 :]
+    tops: list[Likeliest] = field(default_factory=list)  # the likeliest tokens in the places of the response's, if they are asked for
+    known: tuple[list[float], list[Likeliest]] | None = None  # the same of the prompt but its first token
 
     @property
     def finish_reason(self) -> str:
@@ -108,6 +104,7 @@ class Step:
     choice: Choice
     ids: Sequence[int]
     logprobs: Sequence[float]
+    tops: Sequence[Likeliest]
     pieces: list[Piece]
     is_last: bool
 
@@ -169,15 +166,16 @@ class Generation:
         return secrets.randbits(63) if self.model.seed is None else choice_seed(self.model.seed, 1 + next(self._unseeded))
 
     def _submit(self, choice: Choice) -> None:
-        told = partial(self._tell, choice) if self.ask.stream else None
-        request = LiveRequest(tokens=choice.prompt, seed=choice.seed, sampling=self.ask.sampling, extras=self.ask.extras, on_tokens=told)
-        choice.future = self.model.live.submit(request)
+        ask, told = self.ask, partial(self._tell, choice) if self.ask.stream or self.ask.top else None
+        how = {"sampling": ask.sampling, "extras": ask.extras, "top": ask.top, "on_tokens": told}
+        choice.future = self.model.live.submit(LiveRequest(tokens=choice.prompt, seed=choice.seed, **how))
         choice.future.add_done_callback(lambda _: self.inbox.put(partial(self._ended, choice)))
 
-    def _tell(self, choice: Choice, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def _tell(self, choice: Choice, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Likeliest]) -> None:
         """In the engine's thread."""
         is_first = not choice.ids
         choice.ids += ids
+        choice.tops += tops
         choice.logprobs += logprobs
         self.inbox.put(self._has_grown.set, at_once=is_first)
 
@@ -209,18 +207,17 @@ class Generation:
                 if choice.result is not None:
                     left.remove(choice)
                     pieces = choice.reply.close(choice.result)
-                    yield Step(choice, choice.result.tokens[known:], choice.result.logprobs[known:], pieces, True)
+                    yield Step(choice, choice.result.tokens[known:], choice.result.logprobs[known:], choice.tops[known:], pieces, True)
                 elif told > known:
                     ids = choice.ids[known:told]
-                    yield Step(choice, ids, choice.logprobs[known:told], choice.reply.feed(ids), False)
+                    yield Step(choice, ids, choice.logprobs[known:told], choice.tops[known:told], choice.reply.feed(ids), False)
 
     async def end(self) -> None:
-        """Wait until all have ended, and look up the log-probs that were not drawn. Raises Refusal if the engine fails."""
+        """Wait until all have ended, and look up the log-probs of prompts. Raises Refusal if the engine fails."""
         async for _ in self.steps():
             pass
-        if self.model.score is not None and (self.ask.top or self.ask.echo and self.ask.logprobs):
-            rows = [(*one.prompt, *(one.result.tokens if one.result is not None else ())) for one in self.choices]
-            found = await self.inbox.compute(self.model.score, rows, max(1, self.ask.top))
+        if self.model.score is not None and self.ask.echo and self.ask.logprobs:
+            found = await self.inbox.compute(self.model.score, [one.prompt for one in self.choices], max(1, self.ask.top))
             for choice, *known in zip(self.choices, *found, strict=True):
                 choice.known = tuple(known)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from aligner.data.messages import text_of
 from aligner.endpoint.generation import Choice, Generation
-from aligner.endpoint.requests import MOST_CHOICES, ONLY_DRAWN, Ask, BadRequest, Fields, Likeliest, Model, tools_of
+from aligner.endpoint.requests import MOST_CHOICES, Ask, BadRequest, Fields, Model, tools_of
 from aligner.endpoint.text import CALL, CONTENT, REASONING, Piece
+from aligner.rollout.engine import Likeliest
 
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), "tokens are drawn by the model's own logits"),
@@ -59,7 +61,7 @@ def parse_generate(model: Model, fields: Fields) -> Ask:
     stream = fields.take("stream", bool, False)
     own = model.settings(params, limits=("max_tokens",))
     n = model.choices(params)
-    params.only("logprobs", (0, 1, True), ONLY_DRAWN)
+    params.only("logprobs", (0, 1, True), "only those of the drawn tokens here")
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
         params.only(name, (), "not of prompts")
     params.ignore(("spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "routed_experts_prompt_start"))
@@ -107,7 +109,7 @@ def parse_completions(model: Model, fields: Fields) -> Ask:
     if not samples:
         fields.take("max_tokens", int)
     own = model.settings(fields, limits=("max_tokens",), usual=16)
-    n, top = model.choices(fields), model.alternatives(fields, "logprobs", own, drawn=1)
+    n, top = model.choices(fields), model.alternatives(fields, "logprobs")
     if echo and own["stream"]:
         raise BadRequest("echo: not with stream; allowed: one of them", "echo")
     if echo and top is not None and model.score is None:
@@ -127,11 +129,12 @@ def _prompt(model: Model, row: object, special: bool) -> tuple[int, ...]:
     return tuple(model.tokenizer.encode(text_of(row, "prompt", empty=True), add_special=special))
 
 
-def _legacy(model: Model, drawn: Iterable[tuple[int, float | None]], tops: Iterable[Likeliest]) -> dict[str, Any]:
+def _legacy(
+    model: Model, ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Likeliest], offset: int = 0
+) -> dict[str, Any]:
     """The form of log-probs in completions: of each token, and by name of it and of the likeliest in its place."""
     found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    offset = 0
-    for (token, p), likeliest in zip(drawn, tops, strict=True):
+    for token, p, likeliest in zip(ids, logprobs, tops or [[]] * len(ids), strict=True):
         name = _name(model, token)
         found["tokens"].append(name)
         found["token_logprobs"].append(p)
@@ -144,16 +147,17 @@ def _legacy(model: Model, drawn: Iterable[tuple[int, float | None]], tops: Itera
 def _completion(generation: Generation, choice: Choice) -> dict[str, Any]:
     model, ask, result, prompt = generation.model, generation.ask, choice.result, choice.prompt
     text = choice.reply.joined(CONTENT)
-    drawn: list[tuple[int, float | None]] = [] if result is None else list(zip(result.tokens, result.logprobs, strict=True))
-    tops = choice.tops if ask.top else [[]] * len(drawn)
+    ids: list[int] = [] if result is None else list(result.tokens)
+    logprobs: list[float | None] = [] if result is None else list(result.logprobs)
+    tops: list[Likeliest] = choice.tops
     if ask.echo:
         text = model.tokenizer.decode(prompt, skip_special=False) + text
     if ask.echo and choice.known is not None:
-        own, likeliest = (one[: len(prompt) - 1] for one in choice.known)
-        drawn = [(prompt[0], None), *zip(prompt[1:], own, strict=True), *drawn]
-        tops = [[], *likeliest, *tops]
+        own, likeliest = choice.known
+        ids, logprobs = [*prompt, *ids], [None, *own, *logprobs]
+        tops = [[], *likeliest, *(tops or [[]] * len(result.tokens if result else ()))]
     found = {"index": choice.index, "text": text, "finish_reason": choice.finish_reason, "stop_reason": choice.reply.stopped or None}
-    found |= {"logprobs": _legacy(model, drawn, tops) if ask.logprobs else None}
+    found |= {"logprobs": _legacy(model, ids, logprobs, tops) if ask.logprobs else None}
     return found | ({"token_ids": [] if result is None else list(result.tokens), "prompt_token_ids": list(prompt)} if ask.ids else {})
 
 
@@ -163,15 +167,15 @@ def whole_completions(generation: Generation) -> dict[str, Any]:
 
 
 async def stream_completions(generation: Generation) -> AsyncIterator[dict[str, Any]]:
-    ask, begun = generation.ask, set[int]()
+    ask, begun, offsets = generation.ask, set[int](), Counter[int]()
     async for step in generation.steps():
         text = "".join(piece.text for piece in step.pieces)
         if not text and not step.is_last and not (ask.ids or ask.logprobs):
             continue
         own: dict[str, Any] = {"index": step.choice.index, "text": text, "logprobs": None}
         if ask.logprobs:
-            drawn = list(zip(step.ids, step.logprobs, strict=True))
-            own["logprobs"] = _legacy(generation.model, drawn, [[]] * len(drawn))
+            own["logprobs"] = _legacy(generation.model, step.ids, step.logprobs, step.tops, offsets[step.choice.index])
+            offsets[step.choice.index] += sum(map(len, own["logprobs"]["tokens"]))
         own |= {"finish_reason": step.choice.finish_reason if step.is_last else None}
         if ask.ids:
             first = {} if step.choice.index in begun else {"prompt_token_ids": list(step.choice.prompt)}
@@ -190,7 +194,7 @@ def parse_chat(model: Model, fields: Fields) -> Ask:
     own = model.settings(fields, limits=("max_completion_tokens", "max_tokens"))
     n = model.choices(fields)
     logprobs = fields.take("logprobs", bool, False)
-    top = model.alternatives(fields, "top_logprobs", own) or 0
+    top = model.alternatives(fields, "top_logprobs") or 0
     if top and not logprobs:
         raise BadRequest(f"top_logprobs={top}: beside log-probs only; allowed: with logprobs=true", "top_logprobs")
     fields.only("modalities", (["text"],), "the model answers with text")
@@ -199,7 +203,7 @@ def parse_chat(model: Model, fields: Fields) -> Ask:
     return _streamed(fields, Ask(**own, **model.conversation(messages, tools), n=n, logprobs=logprobs, top=top))
 
 
-def chat_logprobs(model: Model, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Likeliest] = ()) -> list[dict[str, Any]]:
+def chat_logprobs(model: Model, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Likeliest]) -> list[dict[str, Any]]:
     """The form of log-probs in chats: of the tokens that were drawn, and of the likeliest in their places."""
 
     def about(token: int, p: float) -> dict[str, Any]:
@@ -228,7 +232,7 @@ def whole_chat(generation: Generation) -> dict[str, Any]:
         own = {"index": choice.index, "message": message, "finish_reason": choice.finish_reason, "logprobs": None}
         own |= {"stop_reason": choice.reply.stopped or None} | ({"token_ids": list(result.tokens)} if ask.ids else {})
         if ask.logprobs:
-            content = chat_logprobs(model, result.tokens, result.logprobs, choice.tops if ask.top else ())
+            content = chat_logprobs(model, result.tokens, result.logprobs, choice.tops)
             own["logprobs"] = {"content": content, "refusal": None}
         choices.append(own)
     more = {"prompt_token_ids": list(ask.prompts[0])} if ask.ids else {}
@@ -250,7 +254,7 @@ async def stream_chat(generation: Generation) -> AsyncIterator[dict[str, Any]]:
             calls[place] += 1
         own: dict[str, Any] = {"index": place, "delta": delta, "finish_reason": None, "logprobs": None}
         if ask.logprobs and step.ids:
-            own["logprobs"] = {"content": chat_logprobs(generation.model, step.ids, step.logprobs), "refusal": None}
+            own["logprobs"] = {"content": chat_logprobs(generation.model, step.ids, step.logprobs, step.tops), "refusal": None}
         own |= {"token_ids": list(step.ids)} if ask.ids else {}
         if step.is_last:
             own |= {"finish_reason": step.choice.finish_reason, "stop_reason": step.choice.reply.stopped or None}

@@ -23,6 +23,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.vision import check_header
 from aligner.endpoint.text import THOUGHT
 from aligner.errors import ConfigError, DataError
+from aligner.rollout.engine import Likeliest
 from aligner.rollout.live import LiveEngine
 from aligner.servers.gateway import Refusal
 from aligner.types import SamplingConfig
@@ -31,14 +32,12 @@ from aligner.types.extras import MOST_IMAGES, Images
 MOST_CHOICES = 1024  # of one request: its prompts times `n`
 MOST_STOPS = 64
 MOST_TOP = 20  # tokens named in place of a drawn one
-ONLY_DRAWN = "the engine gives the log-probs of the tokens that it drew"
 _KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 _SEEDS = range(-(1 << 63), 1 << 63)
 _IGNORED = frozenset({"model", "user", "metadata", "safety_identifier", "service_tier"})
 _IGNORED |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
 _RANGES = {"temperature": (0.001, 1000.0), "repetition_penalty": (0.001, 1000.0)}  # the engine divides by them
 
-Likeliest = list[tuple[int, float]]  # tokens and their log-probs
 Score = Callable[[Sequence[Sequence[int]], int], tuple[list[list[float]], list[list[Likeliest]]]]
 
 
@@ -213,16 +212,12 @@ class Model:
         fields.only("best_of", (1,), "every sampled response is returned")
         return n
 
-    def alternatives(self, fields: Fields, name: str, own: Mapping[str, Any], *, drawn: int = 0) -> int | None:
-        """How many of the likeliest tokens are asked for in each place; None: no log-probs. The drawn one can stand for up to `drawn`."""
-        if (count := fields.take(name, int)) is None:
-            return None
-        are_known = self.score is not None and not own["stream"] and own["sampling"].temperature in (0, 1)
-        most = MOST_TOP if are_known else drawn
-        if not 0 <= count <= most:
-            more = f"; {drawn + 1} to {MOST_TOP}: from `aligner serve`, as a whole, at temperature 0 or 1" if not are_known else ""
-            raise BadRequest(f"{name}={count}: {ONLY_DRAWN}; allowed: {f'0 to {most}' if most else 0}{more}", name)
-        return count if are_known else 0
+    def alternatives(self, fields: Fields, name: str) -> int | None:
+        """How many of the likeliest tokens are asked for in each place."""
+        count: int | None = fields.take(name, int)
+        if not 0 <= (count or 0) <= MOST_TOP:
+            raise BadRequest(f"{name}={count}: the likeliest tokens in each place; allowed: 0 to {MOST_TOP}", name)
+        return count
 
     def tokens_of(self, value: object, what: str) -> tuple[int, ...]:
         if not isinstance(value, list) or any(type(one) is not int for one in value):

@@ -35,7 +35,7 @@ def parse(model: Model, fields: Fields) -> Ask:
         raise fields.bad("tools", wrong[0], "tools of type function: the client's own")
     asked = model.conversation(turns, [{name: one[name] for name in one if name not in ("type", "strict")} for one in offered or ()])
     own = model.settings(fields, limits=("max_output_tokens",))
-    top = model.alternatives(fields, "top_logprobs", own) or 0
+    top = model.alternatives(fields, "top_logprobs") or 0
     fields.ignore(("store", "stream_options", "max_tool_calls", "verbosity"))
     fields.end()
     return Ask(**own, **asked, given=given, logprobs="message.output_text.logprobs" in include, top=top)
@@ -126,7 +126,7 @@ def _response(generation: Generation, *, ended: bool) -> dict[str, Any]:
     if ended and choice.result is not None:
         output = [_item(ask, place, piece) for place, piece in enumerate(choice.reply.pieces)]
         if ask.logprobs and (texts := [one for one in output if one["type"] == "message"]):
-            drawn = chat_logprobs(generation.model, choice.result.tokens, choice.result.logprobs, choice.tops if ask.top else ())
+            drawn = chat_logprobs(generation.model, choice.result.tokens, choice.result.logprobs, choice.tops)
             texts[-1]["content"][0]["logprobs"] = drawn
         details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
         usage = {"input_tokens": asked, "output_tokens": said, "total_tokens": asked + said}

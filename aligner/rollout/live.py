@@ -24,7 +24,7 @@ from torch import Tensor
 from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.parallel.collectives import broadcast_object, leaders_integers
 from aligner.parallel.transfer import block_group
-from aligner.rollout.engine import GenRequest, GenResult
+from aligner.rollout.engine import GenRequest, GenResult, Likeliest
 from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.types import Images, SamplingConfig
 
@@ -32,27 +32,29 @@ IDLE_SECONDS = 0.05  # between two questions whether the end has come, while not
 FAREWELL_SECONDS = 5.0  # for the other ranks of a replica to hear that the leading one has failed
 _SILENCE, _NEWS, _FAILED = range(3)  # what the leading rank says before each step
 _CPU = torch.device("cpu")
+OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[Likeliest]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveRequest:
     """One response to `tokens`, with settings of its own: `sampling.max_response_length` is its limit.
 
-    `on_tokens` is called in the engine's thread with each piece of the response as it is sampled: token ids, and their log-probs. It must
-    not block. An engine that tells no pieces gives the response as a whole.
+    `on_tokens` is called in the engine's thread with each piece of the response as it is sampled: token ids, their log-probs, and for each
+    the `top` likeliest tokens in its place. It must not block. An engine that tells no pieces gives the response as a whole.
     """
 
     tokens: tuple[int, ...]
     seed: int
     sampling: SamplingConfig
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # the prompt's (`aligner.types.extras`)
-    on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None
+    top: int = 0
+    on_tokens: OnTokens | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     answer: Future[GenResult]
-    on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None
+    on_tokens: OnTokens | None
     heard: int = 0  # tokens that `on_tokens` had
 
 
@@ -107,7 +109,8 @@ class LiveEngine:
             raise EngineError(f"the prompt has images, which rollout.engine={self.engine.capabilities.name} does not read")
         answer: Future[GenResult] = Future()
         index, sampling = next(self._count), self.engine.complete(request.sampling)
-        generation = GenRequest(index=index, tokens=request.tokens, seed=request.seed, extras=request.extras, sampling=sampling)
+        about = {"tokens": request.tokens, "seed": request.seed, "extras": request.extras, "top": request.top}
+        generation = GenRequest(index=index, sampling=sampling, **about)
         with self._condition:
             if self._refused:
                 raise EngineError(self._refused)
@@ -173,14 +176,14 @@ class LiveEngine:
         if (call := self._forget(index)) is not None:
             _settle(call.answer, error if isinstance(error, EngineError) else EngineError(str(error)))
 
-    def hear(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def hear(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Likeliest] = ()) -> None:
         """The next tokens of a response."""
         call = self._calls.get(index)
         if call is None or call.on_tokens is None:
             return
         call.heard += len(tokens)
         try:
-            call.on_tokens(tokens, logprobs)
+            call.on_tokens(tokens, logprobs, tops)
         except Exception as error:  # of this caller alone
             self._leave(index)
             _settle(call.answer, EngineError(f"on_tokens failed: {type(error).__name__}: {error}"))

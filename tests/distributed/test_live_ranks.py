@@ -42,7 +42,7 @@ def answered(live: LiveEngine, inputs: dict[str, Any]) -> list[tuple]:
     """All requests in one run; one that leaves after its third token, one that waits in vain and one that is wrong beside them."""
     answers, heard = [], []
 
-    def leave(tokens: Any, logprobs: Any) -> None:
+    def leave(tokens: Any, *_: Any) -> None:
         heard.extend(tokens)
         if len(heard) == 3:
             leaving.cancel()
@@ -115,7 +115,7 @@ def held(directory: Path, topology: Any, inputs: dict[str, Any]) -> tuple:
     thread.start()
     engine.refit(1)
 
-    def hear(tokens: Any, logprobs: Any) -> None:
+    def hear(tokens: Any, *_: Any) -> None:
         heard.extend(tokens)
         if len(heard) == 5:
             at_fifth.set()

@@ -97,7 +97,7 @@ class ScriptedEngine:
             if answer.cancelled():
                 self.cancelled.append(request)
                 return
-            request.on_tokens(ids[start : start + self.pieces], logprobs[start : start + self.pieces])
+            request.on_tokens(ids[start : start + self.pieces], logprobs[start : start + self.pieces], ())
         result = GenResult(
             index=0,
             tokens=tuple(ids),

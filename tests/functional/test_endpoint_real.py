@@ -127,9 +127,9 @@ def test_log_probs_of_prompts_are_the_models(served: tuple[OpenPolicy, Any], sto
             assert [max(top.values()) for top in choice.logprobs.top_logprobs[1:-1]] == pytest.approx(best, abs=2e-4)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
 def test_the_likeliest_tokens_are_those_of_the_model(served: tuple[OpenPolicy, Any], stories: Path, temperature: float) -> None:
-    """In chats, responses and completions, up to 20 in each place: transformers' log-softmax."""
+    """In chats, responses and completions, streamed too, up to 20 in each place: transformers' log-softmax."""
     from transformers import AutoModelForCausalLM
 
     policy, client = served
@@ -146,7 +146,8 @@ def test_the_likeliest_tokens_are_those_of_the_model(served: tuple[OpenPolicy, A
     def likeliest(prompt: list[int], tokens: list[int]) -> tuple[list[list[str]], list[list[float]]]:
         """Names and log-probs in the place of each token."""
         with torch.no_grad():
-            found = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1).topk(20)
+            found = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].div(temperature or 1.0)
+            found = found.log_softmax(-1).topk(20)
         return [[policy.tokenizer.decode([one], skip_special=False) for one in line] for line in found.indices], found.values.tolist()
 
     for choice in chat.choices:
@@ -155,11 +156,20 @@ def test_the_likeliest_tokens_are_those_of_the_model(served: tuple[OpenPolicy, A
             assert [top.token for top in one.top_logprobs] == name
             assert [top.logprob for top in one.top_logprobs] == pytest.approx(value, abs=2e-4)
             assert one.logprob == pytest.approx(dict(zip(name, value, strict=True)).get(one.token, one.logprob), abs=2e-4)
+    streamed: list[list[Any]] = [[], []]
+    for chunk in client.chat.completions.create(max_tokens=9, stream=True, **asked, **how):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.logprobs.content if choice.logprobs else []
+    for found, choice in zip(streamed, chat.choices, strict=True):
+        assert [one.model_dump() for one in found] == [one.model_dump() for one in choice.logprobs.content]
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(stream=True, **completed)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [one for part in parts for one in getattr(part, name)] == getattr(alone.logprobs, name)
     places = zip(response.output[-1].content[0].logprobs, chat.choices[0].logprobs.content, strict=True)
     assert all([top.token for top in own.top_logprobs] == [top.token for top in other.top_logprobs[:4]] for own, other in places)
-    for choice, prompt, tokens in ((alone, ids, alone.token_ids), (echoed, ids[:1], [*ids[1:], *echoed.token_ids])):
+    for choice, prompt, tokens in ((alone, ids, alone.token_ids), (echoed, ids, echoed.token_ids)):
         found = choice.logprobs
-        assert len(found.top_logprobs) == len(found.tokens) == len(tokens) + (choice is echoed)
+        assert len(found.top_logprobs) == len(found.tokens) == len(tokens) + (len(ids) if choice is echoed else 0)
         drawn = zip(found.top_logprobs, found.tokens, found.token_logprobs, strict=True)
         for (top, name, p), names, values in zip(list(drawn)[-len(tokens) :], *likeliest(prompt, tokens), strict=True):
             expected = dict(zip(reversed(names), reversed(values), strict=True))  # of several with one name the likeliest
@@ -170,12 +180,10 @@ def test_the_likeliest_tokens_are_those_of_the_model(served: tuple[OpenPolicy, A
     ("path", "asked"),
     [
         ("/chat/completions", {"logprobs": True, "top_logprobs": 21}),
-        ("/chat/completions", {"logprobs": True, "top_logprobs": 1, "stream": True}),
-        ("/chat/completions", {"logprobs": True, "top_logprobs": 1, "temperature": 0.5}),
+        ("/chat/completions", {"logprobs": True, "top_logprobs": 21, "stream": True}),
         ("/chat/completions", {"top_logprobs": 1}),
         ("/completions", {"prompt": PROMPT, "logprobs": 21}),
-        ("/completions", {"prompt": PROMPT, "logprobs": 2, "temperature": 0.5}),
-        ("/completions", {"prompt": PROMPT, "logprobs": 2, "stream": True}),
+        ("/completions", {"prompt": PROMPT, "logprobs": -1}),
     ],
 )
 def test_likeliest_tokens_that_are_not_known_are_refused_by_name(served: tuple[OpenPolicy, Any], path: str, asked: dict[str, Any]) -> None:

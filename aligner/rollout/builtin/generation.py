@@ -301,6 +301,7 @@ class _Loop:
                 seed=response.request.seed,
                 limit=response.limit,
                 sampling=response.request.sampling,
+                top=response.request.top,
             )
             response.sampled_by(self.version, len(response.tokens) - len(prompt))
         numbers = [response.seat for response in responses]

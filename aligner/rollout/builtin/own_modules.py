@@ -352,7 +352,7 @@ class _Run:
         hidden, shifts = self._prefill(list(prompts), length, pads, cache)
         index = torch.tensor([prompts[_prompt_of(row.request)] for row in begun], device=self.device)
         for row in begun:
-            given = {"seed": row.request.seed, "limit": row.limit, "sampling": row.request.sampling}
+            given = {"seed": row.request.seed, "limit": row.limit, "sampling": row.request.sampling, "top": row.request.top}
             self.sampler.seat(row.seat, prompt=row.request.tokens, response=(), **given)
         seats = torch.tensor([row.seat for row in begun], device=self.device)
         draw = self.sampler.draw(self.chunk.logits(hidden)[index], seats)
@@ -442,6 +442,7 @@ class _Run:
         """Add a draw to the rows from `first` on; returns those that it ended."""
         found = []
         raw = [] if draw.raw_logprobs is None else draw.raw_logprobs.tolist()
+        tops = {} if draw.tops is None else draw.tops.by_row()
         drawn = zip(draw.tokens.tolist(), draw.logprobs.tolist(), draw.ended.tolist(), strict=True)
         for number, (token, logprob, ended) in enumerate(drawn):
             row = self.rows[first + number]
@@ -452,7 +453,7 @@ class _Run:
             if raw:
                 row.raw_logprobs.append(raw[number])
             if self.callers is not None:
-                self.callers.hear(row.request.index, (token,), (logprob,))
+                self.callers.hear(row.request.index, (token,), (logprob,), (tops[number],) if number in tops else ())
             if ended != GOES_ON:
                 found.append((row, ended == STOP))
                 self.rows[first + number] = None

@@ -7,7 +7,7 @@ Python a step handles only the rows that enter a new page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -136,14 +136,16 @@ class Fetch:
     def __init__(self, draw: Draw, responses: list[Response], places: np.ndarray) -> None:
         self.responses = responses
         self.places = places
+        self.tops = draw.tops  # to be read after `wait`
         self._parts = [draw.tokens, draw.ended, draw.logprobs]
         if draw.raw_logprobs is not None:
             self._parts.append(draw.raw_logprobs)
         self._event = None
         if draw.tokens.is_cuda:
             packed = torch.stack([part.view(torch.int32) if part.is_floating_point() else part.int() for part in self._parts])
-            host = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True)
-            host.copy_(packed, non_blocking=True)
+            host = _to_host(packed)
+            if self.tops is not None:
+                self.tops = replace(self.tops, ids=_to_host(self.tops.ids), logprobs=_to_host(self.tops.logprobs))
             self._parts = [row.view(part.dtype) if part.is_floating_point() else row for row, part in zip(host, self._parts, strict=True)]
             self._event = torch.cuda.Event()
             self._event.record()
@@ -153,6 +155,11 @@ class Fetch:
         if self._event is not None:
             self._event.synchronize()
         return [part.numpy() for part in self._parts]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is under way."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class Transcript:
@@ -182,9 +189,10 @@ class Transcript:
         for row, new in zip(self._rows, (tokens, *logprobs), strict=False):  # not every step has raw log-probs
             row[fetch.places] = new
         if callers is not None:
-            for response, token, logprob in zip(fetch.responses, tokens.tolist(), logprobs[0].tolist(), strict=True):
+            tops = {} if fetch.tops is None else fetch.tops.by_row()
+            for row, (response, token, logprob) in enumerate(zip(fetch.responses, tokens.tolist(), logprobs[0].tolist(), strict=True)):
                 if response.seat != NO_SEAT:
-                    callers.hear(response.request.index, (token,), (logprob,))
+                    callers.hear(response.request.index, (token,), (logprob,), (tops[row],) if row in tops else ())
         if not ended.any():
             return []
         rows = [row for row in ended.nonzero()[0].tolist() if fetch.responses[row].seat != NO_SEAT]

@@ -13,7 +13,7 @@ Sequences may have settings of their own: those with the same ones are drawn tog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -26,7 +26,7 @@ from aligner.errors import ConfigError
 from aligner.parallel.logprobs import log_normalizer, row_sums
 from aligner.rollout.builtin.attention import upload
 from aligner.rollout.builtin.stopping import StopStrings
-from aligner.rollout.engine import missing_ids
+from aligner.rollout.engine import Likeliest, missing_ids
 from aligner.types import SamplingConfig
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -44,12 +44,26 @@ FusedDraw = Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # `aligner.roll
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
     """One token per running sequence: int64 tokens [B], float32 logprobs [B] at the sampling temperature (greedy: 1), float32
-    raw_logprobs [B] at temperature 1 if asked for, int8 ended [B] (GOES_ON, STOP, LENGTH)."""
+    raw_logprobs [B] at temperature 1 if asked for, int8 ended [B] (GOES_ON, STOP, LENGTH), `tops` of rows that ask for them."""
 
     tokens: Tensor
     logprobs: Tensor
     raw_logprobs: Tensor | None
     ended: Tensor
+    tops: Tops | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tops:
+    """Of some rows, by number the tokens that each asks for, the likeliest tokens: int64 ids and float32 logprobs [rows, most tokens]."""
+
+    counts: Mapping[int, int]
+    ids: Tensor
+    logprobs: Tensor
+
+    def by_row(self) -> dict[int, Likeliest]:
+        found = zip(self.counts.items(), self.ids.tolist(), self.logprobs.tolist(), strict=True)
+        return {row: [one for one in zip(ids[:n], logprobs, strict=False) if one[1] > -np.inf] for (row, n), ids, logprobs in found}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,6 +100,7 @@ class Sampler:
         self._decode, self._fused, self._add_up = decode, fused, add_up
         self._usual = self._new(sampling)
         self._own: dict[int, Manner] = {}  # by seat
+        self._tops: dict[int, int] = {}  # by seat
         self._missing = upload(np.array(missing_ids(sampling), np.int64), device)
         self._arrived: dict[int, tuple[int, int, int]] = {}  # by seat, since the last draw: seed, position (of the next token), limit
         self._state = torch.zeros(4, num_seats, dtype=torch.int64, device=device)  # of all seats: these, and where its uniforms begin
@@ -126,11 +141,13 @@ class Sampler:
         seed: int,
         limit: int,
         sampling: SamplingConfig | None = None,
+        top: int = 0,
     ) -> None:
         """Give `seat` to a sequence: a new one, or (with the `response` so far) a preempted one, which continues exactly.
 
         Args:
             seed: int64; limit: the most tokens that this response may have. sampling: its settings, in place of all the others'.
+            top: likeliest tokens to name in each place.
         """
         if len(response) >= limit:
             raise ValueError(f"seat {seat}: a response of {len(response)} tokens cannot go on with a limit of {limit}")
@@ -138,6 +155,9 @@ class Sampler:
         self._own.pop(seat, None)
         if how is not self._usual:
             self._own[seat] = how
+        self._tops.pop(seat, None)
+        if top:
+            self._tops[seat] = top
         self._arrived[seat] = seed, len(response), limit
         size = len(self._texts), self._vocab_size
         if how.sampling.repetition_penalty != 1:
@@ -163,10 +183,12 @@ class Sampler:
         there are stop strings, or settings of several kinds and no `on_host`, the same numbers of seats.
         """
         self._settle()
+        if on_host is None and (self._own or self._tops or self._usual.stops):
+            on_host = seats.tolist()
         _, positions, limits, begins = self._state[:, seats]
         groups: dict[Manner, list[int]] = {}  # rows of each
-        if self._own:
-            for row, seat in enumerate(seats.tolist() if on_host is None else on_host):
+        if self._own and on_host is not None:
+            for row, seat in enumerate(on_host):
                 groups.setdefault(self._own.get(seat, self._usual), []).append(row)
         if len(groups) <= 1:
             groups = groups or {self._usual: list(range(len(seats)))}
@@ -175,10 +197,23 @@ class Sampler:
         else:
             tokens, logprobs, raw_logprobs, stopped = self._drawn_apart(groups, logits, seats, positions, begins)
         self._record(seats, tokens, positions + 1)
-        if any(how.stops for how in groups):
-            stopped = stopped | self._completed(groups, seats.tolist() if on_host is None else on_host, tokens)
+        if on_host is not None and any(how.stops for how in groups):
+            stopped = stopped | self._completed(groups, on_host, tokens)
         ended = torch.where(stopped, STOP, (positions + 1 >= limits) * LENGTH).to(torch.int8)
-        return Draw(tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs, ended=ended)
+        tops = self._likeliest(logits, on_host, tokens, logprobs) if self._tops and on_host is not None else None
+        return Draw(tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs, ended=ended, tops=tops)
+
+    def _likeliest(self, logits: Tensor, seats: Sequence[int], tokens: Tensor, logprobs: Tensor) -> Tops | None:
+        """With log-probs as those of the drawn `tokens` are."""
+        counts = {row: self._tops[seat] for row, seat in enumerate(seats) if seat in self._tops}
+        if not counts:
+            return None
+        heats = [self._own.get(seats[row], self._usual).sampling.temperature or 1.0 for row in counts]
+        rows = upload(np.array(list(counts)), self._device)
+        z = logits[rows] / upload(np.array(heats, np.float32), self._device)[:, None]
+        normalizer = z.gather(1, tokens[rows, None]) - logprobs[rows, None]
+        best, ids = z.index_fill_(1, self._missing, -torch.inf).topk(min(max(counts.values()), self._vocab_size), dim=-1)
+        return Tops(counts=counts, ids=ids, logprobs=best - normalizer)
 
     def _drawn(
         self, how: Manner, logits: Tensor, seats: Tensor, positions: Tensor, begins: Tensor

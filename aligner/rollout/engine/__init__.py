@@ -66,6 +66,10 @@ class GenRequest:
     limit: int | None = None  # the most tokens of this response, if fewer than the sampling allows
     extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False)  # the prompt's (`aligner.types.extras`)
     sampling: SamplingConfig | None = None
+    top: int = 0  # tokens that `Callers.hear` names in each place
+
+
+Likeliest = Sequence[tuple[int, float]]  # of one place the likeliest tokens and their log-probs, of the kind of a result's
 
 
 def limit_of(request: GenRequest, sampling: SamplingConfig, context: int) -> int:
@@ -132,8 +136,8 @@ class Callers(Protocol):
     def refuse(self, index: int, error: AlignerError) -> None:
         """This request cannot be answered; the others continue."""
 
-    def hear(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """The next tokens of a response."""
+    def hear(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Likeliest] = ()) -> None:
+        """The next tokens of a response; `tops` for each token, if its request asks for them."""
 
 
 def callers_of(work: Work) -> Callers | None:

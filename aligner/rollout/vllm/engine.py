@@ -32,7 +32,18 @@ from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.config import Architecture, Family
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids, missing_ids
+from aligner.rollout.engine import (
+    ALL_MEMORY,
+    Callers,
+    Capabilities,
+    GenRequest,
+    GenResult,
+    Memory,
+    Work,
+    callers_of,
+    check_ids,
+    missing_ids,
+)
 from aligner.rollout.engine.manifest import Manifest, named_few
 from aligner.rollout.vllm import images
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
@@ -285,6 +296,8 @@ class VLLMEngine:
                         engine.add_request(name, prompt, params)
                 outputs = self._step() if running else []
                 if finished := [output for output in outputs if output.finished and output.request_id in running]:
+                    if callers is not None:
+                        self._tell_likeliest(finished, running, callers)
                     yield [self._result(output, running.pop(output.request_id), sampling) for output in finished]
         except Exception:
             engine.abort_request(list(running))  # but do not drain: a failed engine may hang
@@ -293,6 +306,15 @@ class VLLMEngine:
             self._drain(running)
             raise
         self._drain(running)
+
+    def _tell_likeliest(self, finished: Sequence[Any], running: Mapping[str, GenRequest], callers: Callers) -> None:
+        """Of the responses whose requests ask for them, with everything else: results do not have them."""
+        for output in finished:
+            request, (one,) = running[output.request_id], output.outputs
+            if request.top:
+                places = [sorted(((token, own.logprob) for token, own in step.items()), key=lambda best: -best[1]) for step in one.logprobs]
+                logprobs = [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
+                callers.hear(request.index, tuple(one.token_ids), logprobs, [place[: request.top] for place in places])
 
     def _step(self) -> list[Any]:
         with _generators_kept():  # on the CPU vLLM draws from the process's generator
@@ -334,7 +356,7 @@ class VLLMEngine:
             stop_token_ids=sorted({self._eos_id, *sampling.stop_token_ids}.intersection(range(self._architecture.vocab_size))),
             ignore_eos=True,  # vLLM's own; this run's is a stop token
             seed=request.seed,
-            logprobs=0,  # of the sampled token only
+            logprobs=request.top,  # besides the sampled token's
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

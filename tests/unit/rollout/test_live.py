@@ -328,14 +328,19 @@ def test_pieces_arrive_as_they_are_sampled(ahead: int) -> None:
     pieces: list[list[tuple]] = [[] for _ in requests]
 
     def listener(number: int) -> Callable:
-        return lambda tokens, logprobs: pieces[number].append((tuple(tokens), tuple(logprobs), answers[number].done()))
+        def heard(tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Sequence[tuple[int, float]]]) -> None:
+            pieces[number].append((tuple(tokens), tuple(logprobs), answers[number].done()))
+            assert [len(top) for top in tops] == [number] * (len(tokens) if number else 0)
+            assert all(dict(top).get(token, p) == pytest.approx(p, abs=1e-5) for token, p, top in zip(tokens, logprobs, tops, strict=False))
 
-    def deaf(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        return heard
+
+    def deaf(*_: object) -> None:
         raise ValueError("gone")
 
     answers: list[Future] = []
     for number, request in enumerate(requests):
-        answers.append(asked(live, request, on_tokens=listener(number)))
+        answers.append(asked(live, request, on_tokens=listener(number), top=number))
     other = asked(live, requests[0], on_tokens=deaf)
     with running(live):
         wait_for([*answers, other], 60)
@@ -514,9 +519,13 @@ def test_transformers_own_modules(tmp_path_factory, load_policy) -> None:
         plain = GenRequest(index=0, tokens=request.tokens, seed=request.seed)
         expected += [one for part in engine.serve(ListedWork([plain]), request.sampling) for one in part]
     pieces: list[int] = []
-    answers = [
-        asked(live, request, on_tokens=(lambda tokens, _: pieces.extend(tokens)) if not i else None) for i, request in enumerate(requests)
-    ]
+    likely: list[int] = []
+
+    def hear(tokens: Sequence[int], _: Sequence[float], tops: Sequence[Sequence[tuple[int, float]]]) -> None:
+        pieces.extend(tokens)
+        likely.extend(len(top) for top in tops)
+
+    answers = [asked(live, request, on_tokens=hear if not i else None, top=2) for i, request in enumerate(requests)]
     leaving = [asked(live, requests[i], on_tokens=lambda *_, i=i: leaving[i].cancel()) for i in range(6)]
     waiting = asked(live, requests[0])
     waiting.cancel()
@@ -528,7 +537,7 @@ def test_transformers_own_modules(tmp_path_factory, load_policy) -> None:
         assert (result.tokens, result.finish_reason) == (wanted.tokens, wanted.finish_reason)
         assert result.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
         assert (result.raw_logprobs is None) == (wanted.raw_logprobs is None)
-    assert pieces == list(expected[0].tokens)
+    assert pieces == list(expected[0].tokens) and likely == [2] * len(pieces)
     with pytest.raises(EngineError, match="none of the model's"):
         wrong.result(0)
     assert all(one.cancelled() for one in leaving)

@@ -416,6 +416,32 @@ def test_log_probs_are_the_trainers_bit_for_bit_where_its_sum_is_used():
         assert torch.equal(found, expected)
 
 
+def test_the_likeliest_tokens_of_seats_that_ask_for_them():
+    """With log-probs as the drawn ones have, whatever reshapes the draw; ids of no token are not named."""
+    logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
+    missing = (3, 6)
+    settings = EngineSampling(missing_ids=missing, temperature=0.7, top_k=2)
+    sampler = Sampler(settings, eos_id=EOS, vocab_size=8, num_seats=6, device=CPU)
+    heats = {5: 0.7, 1: 0.0, 0: 2.0, 2: 0.7}
+    for (seat, heat), top in zip(heats.items(), (3, 1, 20, 0), strict=True):
+        own = None if heat == 0.7 else EngineSampling(missing_ids=missing, temperature=heat)
+        sampler.seat(seat, prompt=(1,), response=(), seed=seat, limit=9, sampling=own, top=top)
+    for on_host in (None, list(heats)):
+        draw = sampler.draw(logits, torch.tensor(list(heats)), on_host)
+        found = draw.tops.by_row()
+        assert {row: len(line) for row, line in found.items()} == {0: 3, 1: 1, 2: 6}
+        for row, line in found.items():
+            expected = (logits[row] / (list(heats.values())[row] or 1.0)).log_softmax(-1)
+            best = sorted((token for token in range(8) if token not in missing), key=lambda token: -expected[token])
+            assert [token for token, _ in line] == best[: len(line)]
+            assert [p for _, p in line] == pytest.approx([float(expected[token]) for token in best[: len(line)]], abs=1e-5)
+            own = dict(line).get(int(draw.tokens[row]), float(draw.logprobs[row]))
+            assert own == pytest.approx(float(draw.logprobs[row]), abs=1e-6)
+    for seat in heats:
+        sampler.seat(seat, prompt=(1,), response=(), seed=seat, limit=9)
+    assert sampler.draw(logits, torch.tensor(list(heats))).tops is None
+
+
 def test_the_minimum_length_holds_for_every_end_token():
     logits = torch.zeros(500, 6)
     _, draw = without((), logits, stop_token_ids=[3, 4], min_response_length=2)

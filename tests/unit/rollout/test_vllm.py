@@ -183,7 +183,8 @@ class LLMEngine:
             tokens.append(params.seed if params.seed < 11 else len(tokens) + 3)
             stopped = tokens[-1] in params.stop_token_ids
             if stopped or len(tokens) == params.max_tokens:
-                logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
+                likely = 1 + bool(params.logprobs)  # the drawn one, and the one after it
+                logprobs = [{token + one: SimpleNamespace(logprob=-float(token + one)) for one in range(likely)} for token in tokens]
                 reason = "stop" if stopped else "length"
                 one = SimpleNamespace(token_ids=list(tokens), logprobs=logprobs, finish_reason=reason)
                 done.append(SimpleNamespace(request_id=name, finished=True, outputs=[one]))
@@ -598,12 +599,13 @@ def test_requests_of_other_threads_have_settings_of_their_own_leave_and_fail_alo
     phased.version = 7
     live, pieces = LiveEngine(phased), []
 
-    def ask(seed: int = 100, tokens: tuple[int, ...] = (5, 6), on_tokens: Callable | None = None, **sampling):
+    def ask(seed: int = 100, tokens: tuple[int, ...] = (5, 6), on_tokens: Callable | None = None, top: int = 0, **sampling):
         how = SamplingConfig(**{"max_response_length": 6} | sampling)
-        return live.submit(LiveRequest(tokens=tokens, seed=seed, sampling=how, on_tokens=on_tokens))
+        return live.submit(LiveRequest(tokens=tokens, seed=seed, sampling=how, on_tokens=on_tokens, top=top))
 
     whole, stopped, short = ask(on_tokens=lambda *piece: pieces.append(piece)), ask(stop_token_ids=[5]), ask(max_response_length=2)
-    heated = ask(temperature=0.5, max_response_length=1)
+    heated, named = ask(temperature=0.5, max_response_length=1), []
+    likely = ask(max_response_length=2, top=1, on_tokens=lambda *piece: named.append(piece))
     wrong = {ask(stop_strings=["a"]): "stop_strings", ask(tokens=(5, 11)): "none of the model's"}
     leaves = ask(max_response_length=9)
     step = engine._llm.llm_engine.step
@@ -615,7 +617,8 @@ def test_requests_of_other_threads_have_settings_of_their_own_leave_and_fail_alo
     engine._llm.llm_engine.step = stepping
     live.run(lambda: True)
     assert [one.result(0).tokens for one in (whole, stopped, short, heated)] == [(3, 4, 5, 6, 7, 8), (3, 4, 5), (3, 4), (3,)]
-    assert pieces == [((3, 4, 5, 6, 7, 8), whole.result(0).logprobs)] and stopped.result(0).finish_reason == FinishReason.stop
+    assert pieces == [((3, 4, 5, 6, 7, 8), whole.result(0).logprobs, ())] and stopped.result(0).finish_reason == FinishReason.stop
+    assert named == [((3, 4), [-3.0, -4.0], [[(3, -3.0)], [(4, -4.0)]])] and likely.result(0).tokens == (3, 4)
     assert (whole.result(0).kind, heated.result(0).kind) == (LogprobKind.sampled, LogprobKind.raw) and leaves.cancelled()
     for answer, message in wrong.items():
         with pytest.raises(EngineError, match=message):
