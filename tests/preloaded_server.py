@@ -45,8 +45,9 @@ def _serve() -> None:
     for name in (*jobs, "pytest"):  # which modules of tests import
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    from transformers import AutoConfig, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast  # noqa: F401
 
+    _compose()
     if threading.active_count() > 1:
         raise RuntimeError(f"threads would be missing in a fork: {threading.enumerate()}")
     gc.collect()
@@ -65,6 +66,16 @@ def _serve() -> None:
             running.add(answer)
         print(json.dumps(answer), flush=True)
     _end(running)
+
+
+def _compose() -> None:
+    """Settings of the recipes that most jobs are of: each process reads a schema, its comments and Hydra's grammar once."""
+    from aligner.algorithms.registry import built_in
+    from aligner.settings.compose import compose_node
+
+    for name in ("sft", "dpo", "grpo", "ppo"):
+        recipe = built_in(name)
+        compose_node(recipe.config, name, ["run.directory=runs/x"], recipe.folders())
 
 
 def _end(running: set[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -131,8 +132,9 @@ def batch_of(tokens: torch.Tensor) -> LabeledBatch:
     return LabeledBatch(tokens=tokens, lengths=torch.full((len(tokens),), tokens.shape[1]), loss_mask=mask)
 
 
-def run_model(name: str, folder: Path, output: Path, settings: dict, parallel: ParallelConfig, topology) -> dict:
-    """Log-probs, the gradient of their sum, the tensors back, and greedy responses."""
+def run_model(name: str, folder: Path, output: Path, settings: dict, parallel: ParallelConfig, topology, saved: set[str]) -> dict:
+    """Log-probs, the gradient of their sum, the tensors back, and greedy responses. A checkpoint is checked of models with kinds of
+    parameters that are not yet among those `saved`."""
     config = config_of(folder / name, **settings | {"recompute": Recompute(settings.get("recompute", "none"))})
     architecture = read_architecture(config, vocab_size=0)
     optimizer = OptimizerConfig(lr=1e-6, min_lr=1e-6, warmup_steps=0, distributed=False, clip_grad=1e6)
@@ -145,7 +147,9 @@ def run_model(name: str, folder: Path, output: Path, settings: dict, parallel: P
     if parallel.ep > 1 and parallel.etp > 1:  # gloo gathers only parts of one size; Megatron-Core sends others
         return result
     result |= {"logprobs": policy.logprobs(batch), "responses": responses(policy, tokens, 2 if parallel.ep > 1 else parallel.tp)}
-    check_checkpoint(output / name, policy)
+    if not (kinds := {re.sub(r"\d+", "#", key) for key in table.names(architecture)}) <= saved:
+        check_checkpoint(output / name, policy)
+        saved |= kinds
     result["norm"] = train_step(policy, batch, sft_loss)["optim/grad_norm"]
     full = gradients(policy.chunks)
     return result | {"gradients": {key: one for key, one in full.items() if not key.endswith("e_score_correction_bias")}}
@@ -155,8 +159,8 @@ def run_models(names: list[str], folder: Path, output: Path, parallel: dict, set
     """By model; on the first rank."""
     weights.SLICE_BYTES = 1000  # the columns of these small tensors are gathered in several slices too
     with world(parallel) as topology:
-        layout = ParallelConfig(**parallel)
-        found = {name: run_model(name, folder, output, settings, layout, topology) for name in names}
+        layout, saved = ParallelConfig(**parallel), set[str]()
+        found = {name: run_model(name, folder, output, settings, layout, topology, saved) for name in names}
         if names[-1] in ("llama", "qwen3_moe") and "responses" in found[names[-1]]:
             check_other_models(folder, names[-1], layout, topology)
         return found if dist.get_rank() == 0 else {}
