@@ -23,10 +23,10 @@ Loss = Callable[[TokenOutputs, BatchT], LossOutput]  # called with one micro-bat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Added:
-    """A whole batch besides that of an optimizer step, with its own loss: `coef` times its sum over the batch / its count over the batch is
-    added to the step's. A policy's log-probs of it are at temperature 1."""
+    """A loss besides that of an optimizer step: `coef` times its sum over its whole batch / its count there is added to the step's. Of a
+    `batch` of its own, of which a policy's log-probs are at temperature 1; None: of the step's own, from the same pass."""
 
-    batch: Batch
+    batch: Batch | None
     loss: Loss[Any]
     coef: float
 
@@ -50,8 +50,9 @@ class Policy(Trainable, Protocol):
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         """log pi of the tokens in `loss_mask`, float32 [B, S] on the CPU, 0 elsewhere; no gradient, no dropout."""
 
-    def logprobs_and_entropy(self, batch: MaskedBatch) -> tuple[Tensor, Tensor]:
-        """`logprobs`, and in the same form the entropy, in nats, of the distributions that the tokens are of. One pass gives both."""
+    def per_token(self, batch: MaskedBatch, *names: str) -> dict[str, Tensor]:
+        """What one pass gives of the tokens in `loss_mask`, as in `logprobs`: `logprobs`, `entropy` (in nats, of the distributions that they
+        are of) and, of a policy with a head of values, the `values` of the states in which they were chosen."""
 
     def sleep(self) -> None:
         """Move what only training needs out of the device's memory until the next `train_step`, where the configuration asks for it."""

@@ -233,7 +233,8 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
         old_logprobs = ref_logprobs = entropy = None
         if config.needs_old_logprobs:
             with clock.phase("logprobs"):
-                old_logprobs, entropy = self.policy.logprobs_and_entropy(batch)
+                found = self.policy.per_token(batch, "logprobs", "entropy")
+                old_logprobs, entropy = found["logprobs"], found["entropy"]
         if task.reference is not None:
             with clock.phase("ref_logprobs"):
                 ref_logprobs = task.reference.logprobs(batch)

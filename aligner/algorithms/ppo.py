@@ -3,7 +3,7 @@
 One step: sample responses; reward and values of finished ones are asked for while others are still being sampled; log-probs of policy and
 frozen reference; per-token rewards (minus `kl_coef` times a KL estimate, plus the score on the last token); GAE (1506.02438); advantages
 whitened over the whole batch; the critic trains on the returns in its own process while the policy takes its mini-batch updates, or before
-it in the same processes (`critic.kind`; `aligner.online.critics`).
+it in the same processes, or in the policy's own updates as a head on it (`critic.kind`; `aligner.online.critics`).
 
 A session of several rows (`aligner.endpoint.sessions`) is one episode: its tokens are those that it sampled, each in the row in which it is
 the policy's own, and each has one token t' that follows it:
@@ -51,9 +51,10 @@ from aligner.losses.sft import pretraining_loss
 from aligner.losses.shaping import Moments
 from aligner.losses.value import value_loss
 from aligner.models.config import Architecture, ModelConfig
+from aligner.models.modules.scalar_head import PolicyHead
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
-from aligner.online.critics import CriticRole, ModelCritic, ServedCritic, ValueTraining
+from aligner.online.critics import CriticRole, HeadCritic, ModelCritic, ServedCritic, ValueTraining
 from aligner.online.policy_gradient import (
     PolicyGradientConfig,
     as_episodes,
@@ -71,7 +72,7 @@ from aligner.protocols import Added, Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.settings import Server, Traits, UsedModel, check_layout, check_replicas
-from aligner.servers.components import CriticConfig, in_section
+from aligner.servers.components import CriticConfig, CriticKind, in_section
 from aligner.telemetry.metrics import Metric, merge, values
 from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
 from aligner.types.batches import of_kind
@@ -141,9 +142,8 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         with clock.phase("critic_wait"):
             critic_metrics = self.critic.begin_step()
         collected, batch = self.sample(step, clock)
-        collected = self.critic.values(collected, clock)
-        with clock.phase("logprobs"):
-            old_logprobs, entropy = self.policy.logprobs_and_entropy(batch)
+        collected, found = self.critic.values_and_tokens(collected, batch, self.policy, clock)
+        old_logprobs = found["logprobs"]
         with clock.phase("ref_logprobs"):
             assert task.reference is not None  # `build` asks for one
             ref_logprobs = task.reference.logprobs(batch)
@@ -155,8 +155,10 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         with clock.phase("train"):
             epochs = 0 if self._is_warming_up(step) else self.config.num_epochs
             key, episodes = f"{task.seed}/{step}", collected.episodes
+            policy_batch = self.critic.beside(policy_batch, value_batch)
             parts = mini_batches(policy_batch, self.config.mini_batch_size, epochs, key=key, episodes=episodes)
             policy_metrics = merge([self._update(part, number) for number, part in enumerate(parts, self.pretraining_batches)])
+            policy_metrics = self.critic.learnt(policy_metrics)
         self.sample_again()
         self.moments = rewarded.moments
         self.pretraining_batches += len(parts) if self.pretraining else 0
@@ -168,7 +170,7 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         # The critic's batch: while it warms up it is the only one that learns.
         metrics |= of_rows(value_batch.loss_mask, batch.loss_mask, no_reward=~collected.valid, truncated=batch.truncated)
         self.critic.end_step()
-        known = {"trainer": old_logprobs, "entropy": entropy, "reference": ref_logprobs}
+        known = {"trainer": old_logprobs, "entropy": found["entropy"], "reference": ref_logprobs}
         known |= {"advantage": policy_batch.advantages, "value": value_batch.old_values}
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode, per_token=known))
 
@@ -218,10 +220,9 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         self.rollout_source.load_state({}, self.policy.version)  # every step takes one round
 
     def _update(self, part: PolicyBatch, number: int) -> dict[str, Metric]:
-        """One update of the policy, with the pretraining batch of that number if there is such text."""
-        if self.pretraining is None:
-            return self.policy.train_step(part, self.loss)
-        return self.policy.train_step(part, self.loss, [self.pretraining.batch(number)])
+        """One update of the policy, with what the critic adds, and the pretraining batch of that number if there is such text."""
+        text = [self.pretraining.batch(number)] if self.pretraining else []
+        return self.policy.train_step(part, self.loss, [*self.critic.added, *text])
 
     def _is_warming_up(self, step: int) -> bool:
         """Whether only the critic trains: what the KL of a policy that stands still is, says nothing about its coefficient."""
@@ -250,6 +251,13 @@ class TrainPPO(OnlineRun):
 
     def __post_init__(self) -> None:
         self.critic.check_served(self.parallel, self.num_processes)
+        if self.critic.is_head:
+            how = self.algorithm
+            self.critic.check_head(self.model, self.optimizer, mini_batch_size=how.mini_batch_size, num_epochs=how.num_epochs)
+            if how.critic_warmup_steps:
+                raise ConfigError(
+                    f"algorithm.critic_warmup_steps={how.critic_warmup_steps}: critic.kind=head learns in the policy's updates; allowed: 0"
+                )
         if self.critic.with_reward and not self.reward.serve:
             raise ConfigError("critic.with_reward=true: needs reward.serve=true: a reward that the actor computes is in no server")
         if self.critic.optimizer.ema_decay:
@@ -260,12 +268,14 @@ class TrainPPO(OnlineRun):
         if text and not coef:
             raise ConfigError(f"pretraining.train={text}: nothing learns it with algorithm.pretraining_coef=0; allowed: ''")
         OnlineRun.__post_init__(self)
-        if self.placement is Placement.colocated and not self.critic.is_served:
+        if self.placement is Placement.colocated and self.critic.kind is CriticKind.model:
             self.critic.optimizer.offload = True  # as of every model whose GPUs others use
         self.algorithm.shaping.check_length(self.rollout.sampling.longest)
 
     def traits(self) -> Traits:
-        traits = replace(self.actor_traits(phases=(Phase.logprobs,), has_reference=True), checkpoints=(POLICY, CRITIC))
+        is_head = self.critic.is_head
+        traits = self.actor_traits(phases=(Phase.logprobs,), has_reference=True)
+        traits = replace(traits, has_values=is_head, checkpoints=(POLICY,) if is_head else (POLICY, CRITIC))
         work, text = traits.work, self.pretraining
         if not (self.algorithm.pretraining_coef and work.length):
             return traits
@@ -273,12 +283,16 @@ class TrainPPO(OnlineRun):
         return replace(traits, work=replace(work, update_rows=work.update_rows + added))
 
     def models(self) -> list[UsedModel]:
+        if self.critic.is_head:
+            return OnlineRun.models(self)
         actor, *others = OnlineRun.models(self)
         own = self.critic.model.or_else(self.model)
         return [actor, UsedModel(component="critic", key="critic.model", config=own, is_scalar=True), *others]
 
     def readers(self) -> dict[str, ModelConfig]:
         own = OnlineRun.readers(self)
+        if self.critic.is_head:
+            return own
         return {"model": own.pop("model"), "critic.model": self.critic.model.or_else(self.model)} | own
 
     def servers(self) -> Sequence[Server]:
@@ -292,7 +306,7 @@ class TrainPPO(OnlineRun):
         return (replace(own, guest=guest),)
 
     def residents(self) -> Sequence[Server]:
-        return () if self.critic.is_served else (self._critic_component(self.num_processes, self.parallel),)
+        return (self._critic_component(self.num_processes, self.parallel),) if self.critic.kind is CriticKind.model else ()
 
     def _critic_component(self, num_ranks: int, parallel: ParallelConfig) -> Server:
         critic, rows = self.critic, self.algorithm.rollouts_per_step
@@ -315,6 +329,10 @@ class TrainPPO(OnlineRun):
             optimizer=critic.optimizer,
             check=self.check_critic,
         )
+
+    def value_head(self) -> PolicyHead | None:
+        critic = self.critic
+        return PolicyHead(gradient=critic.head.gradient, lr=critic.optimizer.lr, min_lr=critic.optimizer.min_lr) if critic.is_head else None
 
     @property
     def critic_parallel(self) -> ParallelConfig:
@@ -368,10 +386,12 @@ def build(job: OnlineJob[TrainPPO]) -> Built:
 def create_critic(job: OnlineJob[TrainPPO], task: OnlineTask) -> CriticRole:
     """The critic of `critic.kind`, with its first weights."""
     config = job.config.critic
-    if config.is_served:
-        return ServedCritic(task, job.critic(task))
-    model, tokenizer = job.value_model()
     loss = partial(value_loss, clip=config.clip or None)
+    if config.kind is CriticKind.server:
+        return ServedCritic(task, job.critic(task))
+    if config.kind is CriticKind.head:
+        return HeadCritic(task, loss, coef=config.head.coef)
+    model, tokenizer = job.value_model()
     training = ValueTraining(loss=loss, mini_batch_size=config.mini_batch_size, num_epochs=config.num_epochs)
     return ModelCritic(task, model, training, tokenizer=tokenizer, takes_turns=config.optimizer.offload)
 

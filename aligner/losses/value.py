@@ -9,11 +9,11 @@ import torch
 from aligner.losses.aggregation import masked, masked_mean, require
 from aligner.protocols import Loss, Trainable
 from aligner.telemetry.metrics import Mean, Metric, merge, values
-from aligner.types import EpisodeRows, LossOutput, TokenOutputs, ValueBatch
+from aligner.types import EpisodeRows, LossOutput, PolicyBatch, TokenOutputs, ValueBatch
 from aligner.types.rows import num_rows, select_rows
 
 
-def value_loss(outputs: TokenOutputs, batch: ValueBatch, *, clip: float | None) -> LossOutput:
+def value_loss(outputs: TokenOutputs, batch: ValueBatch | PolicyBatch, *, clip: float | None) -> LossOutput:
     """0.5 * max((v_clip - G)^2, (v - G)^2) summed over masked tokens, v_clip = v_old + clip(v - v_old, -clip, clip); count: those tokens.
 
     G are the (unwhitened) returns, v_old the values that the returns were made from; `clip` None leaves 0.5 * (v - G)^2. Reads
@@ -24,7 +24,8 @@ def value_loss(outputs: TokenOutputs, batch: ValueBatch, *, clip: float | None) 
         raise ValueError(f"value clip is {clip}, expected a number > 0 or None")
     mask = batch.loss_mask
     values = masked(require(outputs.values, "TokenOutputs.values"), mask)
-    returns, old_values = masked(batch.returns, mask), masked(batch.old_values, mask)
+    returns = masked(require(batch.returns, "batch.returns"), mask)
+    old_values = masked(require(batch.old_values, "batch.old_values"), mask)
     squared = (values - returns).square()
     metrics: dict[str, Metric] = {}
     if clip is not None:

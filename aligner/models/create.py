@@ -25,14 +25,14 @@ from aligner.models.families.wrappers import around, can_see, has_images, seeing
 from aligner.models.modules.build import build_model
 from aligner.models.modules.chunk import Chunk, WholeChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
-from aligner.models.modules.heads import combine_outputs
+from aligner.models.modules.heads import add_value_head, combine_outputs
 from aligner.models.modules.hf_chunk import HFChunk, probe
 from aligner.models.modules.layers import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from aligner.models.modules.peft import load_peft, peft_config, start_from_weights, targets_in_wrapper
-from aligner.models.modules.scalar_head import VALUES, ScalarHead, read_head
+from aligner.models.modules.scalar_head import VALUES, PolicyHead, ScalarHead, read_head
 from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.policy import MegatronPolicy, MegatronRewardModel, MegatronValueModel
@@ -151,9 +151,10 @@ def training(
     replay_routes: bool = False,
     vision: Vision | None = None,
     neftune_alpha: float = 0.0,
+    value_head: PolicyHead | None = None,
 ) -> Training:
     """How the model of `config` is trained, or used frozen where `optimizer` is None. Without a `guard`: the default settings' one.
-    `vision` reads the images of rows."""
+    `vision` reads the images of rows. `value_head`: a policy has it beside its output layer."""
     return Training(
         optimizer=optimizer,
         total_steps=total_steps,
@@ -168,6 +169,7 @@ def training(
         guard=guard or Guard(GuardConfig()),
         replay_routes=replay_routes,
         sees=vision,
+        value_head=value_head,
     )
 
 
@@ -179,6 +181,8 @@ def create_policy(
     if config.batch_invariant:
         check_arithmetic(platform.device())
     chunks = _chunks(architecture, config, parallel, topology, head=None)
+    for chunk in chunks if training.value_head is not None else ():
+        add_value_head(chunk, training.value_head.gradient)
     return MegatronPolicy(_ready(chunks, config, topology, training), temperature=training.temperature)
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from aligner.models.families.wrappers import wrapped_config
 from aligner.models.modules.chunk import Chunk, WholeChunk, global_name
 from aligner.models.modules.linear import is_split, linear_weight
 from aligner.models.modules.lora import MergedWeights
-from aligner.models.modules.scalar_head import HEAD
+from aligner.models.modules.scalar_head import HEAD, POLICY_HEAD_FILE, policy_head_name
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 
@@ -89,9 +89,12 @@ def named_shards(chunks: Sequence[Chunk], *, adapters: bool = False) -> list[Par
     return found
 
 
-def all_places(chunks: Sequence[Chunk]) -> list[Place]:
-    """Every parameter of the whole model once, in Hugging Face's order, heads last. Collective over each pipeline-parallel group."""
-    return places_everywhere(chunks, [shard.place for shard in named_shards(chunks) if not shard.place.is_copy])
+def all_places(chunks: Sequence[Chunk], *, with_policy_head: bool = False) -> list[Place]:
+    """Every parameter of the whole model once, in Hugging Face's order, heads last; a policy's head of values only if it is asked for.
+    Collective over each pipeline-parallel group."""
+    here = [shard.place for shard in named_shards(chunks) if not shard.place.is_copy]
+    leaves_out = chunks[0].value_gradient is not None and not with_policy_head
+    return places_everywhere(chunks, [place for place in here if not (leaves_out and place.name.startswith(HEAD))])
 
 
 def places_everywhere(chunks: Sequence[Chunk], here: Sequence[Place]) -> list[Place]:
@@ -178,15 +181,19 @@ class WeightSource(Protocol):
 
 def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True) -> None:
     """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation, and all do
-    without `with_head`.
+    without `with_head`. A head of values may be the one beside a policy's export.
 
     No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model; every rank raises), has the wrong shape,
     or is in the files but belongs to no parameter.
     """
     if isinstance(chunks[0], WholeChunk):
         chunks[0].read_files(directory, with_head=with_head)
-        return
-    fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head)
+    else:
+        fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head)
+    if with_head and chunks[-1].gives_values and chunks[-1].post_process and (directory / POLICY_HEAD_FILE).exists():
+        with safe_open(directory / POLICY_HEAD_FILE, framework="pt") as handle, torch.no_grad():
+            for name, parameter in chunks[-1].score_head.named_parameters():
+                parameter.copy_(handle.get_tensor(policy_head_name(name)))
 
 
 def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = True) -> None:
@@ -206,20 +213,21 @@ def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = Tru
                 part.parameter.copy_(tensor)
 
 
-def export_hf(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
+def export_hf(chunks: Sequence[Chunk], *, with_policy_head: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor in the parameter's dtype) in the order of Hugging Face's model; heads last, tied copies never.
+    A policy's head of values, which its readers do not know, is left out without `with_policy_head`.
 
     Collective over the whole component: every rank consumes the stream to its end, and every rank gets every tensor, one at a time.
     A tensor is to be used, or copied, before the next one is asked for; it may be the parameter itself. Adapters are in the weights.
     """
     chunk = chunks[0]
     if isinstance(chunk, WholeChunk):
-        yield from chunk.file_tensors()
+        yield from chunk.file_tensors(with_policy_head=with_policy_head)
         return
     table = weight_names(chunk.architecture)
     stacks: dict[str, Tensor] = {}  # of experts, that are not complete
     own = MergedWeights({part.place.name: part.parameter for part in named_shards(chunks) if not part.place.is_copy}, chunks)
-    for place in all_places(chunks):
+    for place in all_places(chunks, with_policy_head=with_policy_head):
         tensor = shard_anywhere(chunk, place, own.get(place.name))
         if place.name.startswith(HEAD):
             yield place.name, tensor
@@ -248,13 +256,15 @@ def save_hf(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
 
     A text part of a model of images and text is written as that model, whose other tensors are those of its files. A reward model, of the
     text part alone, becomes an `AutoModelForSequenceClassification`; where it averages over tokens or scores each of them, and so for a
-    value model, an `AutoModelForTokenClassification`. Raises CheckpointError naming rank and file where it cannot be written.
+    value model, an `AutoModelForTokenClassification`. A policy's head of values is in a file of its own. Raises CheckpointError naming rank
+    and file where it cannot be written.
     """
     architecture, config, head = chunks[0].architecture, chunks[0].config, chunks[0].head
     whole = from_rank_0(lambda: directory_of(chunks[0].wrapper)) if chunks[0].wrapper else None
     if writer:
         directory.mkdir(parents=True, exist_ok=True)
-        for old in (directory / INDEX_FILE, directory / SINGLE_FILE, *directory.glob("model-*-of-*.safetensors")):
+        parts = directory.glob("model-*-of-*.safetensors")
+        for old in (*(directory / name for name in (INDEX_FILE, SINGLE_FILE, POLICY_HEAD_FILE)), *parts):
             old.unlink(missing_ok=True)  # an index that stayed would have the tensors of the export before read
         dtype = str(config.params_dtype).removeprefix("torch.")
         hf_config = architecture_to_hf(architecture) | {"dtype": dtype}
@@ -267,11 +277,15 @@ def save_hf(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
     sizes, written = [0], 0
     pending: dict[str, Tensor] = {}
     weight_map: dict[str, int] = {}
-    tensors = export_hf(chunks)
+    values: dict[str, Tensor] = {}  # a policy's head
+    tensors = export_hf(chunks, with_policy_head=True)
     if writer and whole is not None:
         tensors = HFWeights(whole, weight_names(architecture)).as_stored(tensors)
     for name, tensor in tensors:
         if not writer:
+            continue
+        if head is None and name.startswith(HEAD):
+            values[policy_head_name(name)] = tensor.cpu().contiguous()
             continue
         name = head.hf_name(name, architecture.family) if head is not None and name.startswith(HEAD) else name
         num_bytes = tensor.numel() * tensor.element_size()
@@ -284,6 +298,8 @@ def save_hf(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
         sizes[-1] += num_bytes
     if writer:
         _write(pending, directory / f"part-{written}.safetensors")
+        if values:
+            _write(values, directory / POLICY_HEAD_FILE)
         _name_files(directory, weight_map, written + 1, sum(sizes))
 
 

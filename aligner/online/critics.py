@@ -1,17 +1,20 @@
-"""The critic as PPO uses it, wherever it computes: behind a server (`ServedCritic`) or in the actor's processes (`ModelCritic`).
+"""The critic as PPO uses it, wherever it computes: behind a server (`ServedCritic`), in the actor's processes (`ModelCritic`), or as a head
+on the policy (`HeadCritic`).
 
-Both train with the same code on the same rows, and report a training in the step after it: the numbers of a run do not depend on the kind.
+All have the same loss on the same rows, and report a training in the step after it. The first two train with the same code: the numbers of
+a run do not depend on which it is. The last one learns in the policy's updates, by their optimizer.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from aligner.errors import CheckpointError
 from aligner.loop.loop import Clock
@@ -21,21 +24,25 @@ from aligner.online.collect import ScoredRollouts, token_rows
 from aligner.online.task import OnlineTask
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
-from aligner.protocols import Critic, Loss
-from aligner.types import ValueBatch
+from aligner.protocols import Added, Critic, Loss, Policy
+from aligner.telemetry.metrics import Metric
+from aligner.telemetry.metrics import values as numbers
+from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
 from aligner.types.batches import BatchT
 
 if TYPE_CHECKING:
     from aligner.models.training.policy import MegatronValueModel
 
 
-class CriticRole(ABC):
-    """Values and their training, step by step. Collective: every rank of the actor calls every method, in the same order.
+class CriticRole:
+    """Values and their training, step by step. Collective: every rank of the actor calls every method, in the same order. A kind has the
+    methods of what it does; the others do nothing.
 
     `asked` gives values of responses while others are sampled; None: they are computed when all are there.
     """
 
     asked: Critic | None = None
+    added: Sequence[Added] = ()  # losses that every update of the policy has besides its own
 
     def __init__(self, task: OnlineTask) -> None:
         self.task = task
@@ -47,19 +54,32 @@ class CriticRole(ABC):
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    @abstractmethod
-    def values(self, collected: ScoredRollouts, clock: Clock) -> ScoredRollouts:
-        """The rollouts with their values."""
+    def values_and_tokens(
+        self, collected: ScoredRollouts, batch: RolloutBatch, policy: Policy, clock: Clock
+    ) -> tuple[ScoredRollouts, Mapping[str, Tensor]]:
+        """The rollouts with their values, and the policy's `logprobs` and `entropy` of their tokens, which are in `batch`."""
+        collected = self.values(collected, clock)
+        with clock.phase("logprobs"):
+            return collected, policy.per_token(batch, "logprobs", "entropy")
 
-    @abstractmethod
+    def values(self, collected: ScoredRollouts, clock: Clock) -> ScoredRollouts:
+        """The rollouts with their values, which `asked` has given."""
+        return collected
+
     def train(self, batch: ValueBatch, step: int, clock: Clock) -> None:
         """Train on the returns of `step`; may return before it is done."""
 
-    @abstractmethod
+    def beside(self, policy_batch: PolicyBatch, value_batch: ValueBatch) -> PolicyBatch:
+        """What the policy trains on, with what `added` reads of the same rows."""
+        return policy_batch
+
+    def learnt(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """The metrics of the policy's updates without those of `added`."""
+        return metrics
+
     def end_step(self) -> None:
         """The policy has trained on the same step: what was sent since `begin_step` is part of the state."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Wait for the training under way; raises its error on every rank."""
 
@@ -73,6 +93,9 @@ class CriticRole(ABC):
     def _trained(self, metrics: dict[str, float], step: int) -> None:
         """Raises RunHalted or RollBack where the guard does not accept what the training of `step` reports."""
         judge_reply(self.task.guard, metrics, step=step)
+        self._report(metrics)
+
+    def _report(self, metrics: dict[str, float]) -> None:
         metrics = metrics | {"explained_variance": explained_variance(metrics)}
         self._metrics = {f"critic/{name.removeprefix('value/').replace('/', '_')}": value for name, value in metrics.items()}
 
@@ -92,9 +115,6 @@ class ServedCritic(CriticRole):
         metrics = super().begin_step()
         self._mark_before = self.asked.mark
         return metrics
-
-    def values(self, collected: ScoredRollouts, clock: Clock) -> ScoredRollouts:
-        return collected
 
     def train(self, batch: ValueBatch, step: int, clock: Clock) -> None:
         if self.task.judges.shared is None:
@@ -199,11 +219,30 @@ class ModelCritic(CriticRole):
             metrics = train_on_returns(self._values, _without_routes(batch), how.loss, **sizes)
         self._trained(metrics, step)
 
-    def end_step(self) -> None:
-        """The model has trained before the policy."""
 
-    def finish(self) -> None:
-        """Nothing runs on after `train`."""
+class HeadCritic(CriticRole):
+    """A head on the policy's last hidden states: values come with its log-probs, and the policy's updates have the value loss too."""
+
+    def __init__(self, task: OnlineTask, loss: Loss[Any], *, coef: float) -> None:
+        super().__init__(task)
+        self.added = [Added(batch=None, loss=loss, coef=coef)]
+
+    def values_and_tokens(
+        self, collected: ScoredRollouts, batch: RolloutBatch, policy: Policy, clock: Clock
+    ) -> tuple[ScoredRollouts, Mapping[str, Tensor]]:
+        with clock.phase("logprobs"):
+            found = policy.per_token(batch, "logprobs", "entropy", "values")
+        lengths = batch.lengths.tolist()
+        return replace(collected, values=[row[:length] for row, length in zip(found["values"], lengths, strict=True)]), found
+
+    def beside(self, policy_batch: PolicyBatch, value_batch: ValueBatch) -> PolicyBatch:
+        return replace(policy_batch, old_values=value_batch.old_values, returns=value_batch.returns)
+
+    def learnt(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        own = {name: metric for name, metric in metrics.items() if name.startswith("value/")}
+        if own:
+            self._report(numbers(own))
+        return {name: metric for name, metric in metrics.items() if name not in own}
 
 
 def _without_routes(batch: BatchT) -> BatchT:

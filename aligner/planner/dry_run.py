@@ -68,11 +68,15 @@ def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
 def build_chunks(component: Component) -> list[Any]:
     """This (fake) rank's chunks, without Transformer Engine, which a planning machine may lack: the parameters are the same."""
     from aligner.models.modules.build import build_model
-    from aligner.models.modules.scalar_head import VALUES
+    from aligner.models.modules.heads import add_value_head
+    from aligner.models.modules.scalar_head import VALUES, HeadGradient
 
     head = None if component.head == Head.language else VALUES
     model = replace(component.model, layers=Layers.torch, fp8=False)
-    return build_model(component.architecture, model, replace(component.parallel, tp_comm_overlap=False), load=True, head=head)
+    chunks = build_model(component.architecture, model, replace(component.parallel, tp_comm_overlap=False), load=True, head=head)
+    for chunk in chunks if component.has_values else ():
+        add_value_head(chunk, HeadGradient.joint)
+    return chunks
 
 
 def shard_parameters(component: Component, stage: int) -> list[tuple[Parameter, ...]]:

@@ -199,7 +199,7 @@ class Scales:
         model = component.model
         packed = (model.quantization, model.double_quantization)
         of_model = (model.dtype, model.lora, *packed, model.freeze, model.make_vocab_divisible_by)
-        key = repr((component.architecture, component.head, *of_model, component.parallel, stage))
+        key = repr((component.architecture, component.head, component.has_values, *of_model, component.parallel, stage))
         if key not in self._shards:
             self._shards[key] = dry_run.shard_parameters(component, stage)
         return self._shards[key]

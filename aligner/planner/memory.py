@@ -249,6 +249,8 @@ def head_bytes(component: Component, passes: MicroBatches, *, training: bool) ->
     vocabulary = padded_vocabulary(component) // component.parallel.tp
     chunk = min(component.model.logits_chunk_size, tokens)
     selected = tokens * architecture.hidden_size * item
+    if component.has_values:  # whose head reads sequences that are put together for it, in float32
+        gathered += gathered + tokens * architecture.hidden_size * (8 if training else 4)
     if not training:
         return gathered + selected + chunk * vocabulary * 8
     narrow = item if item < 4 else 0

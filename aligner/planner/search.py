@@ -87,7 +87,7 @@ class Estimator:
         """The parameters of a rank's embedding, of one layer, and of the modules after the last one."""
         p, model = component.parallel, component.model
         layout, kind = (p.tp, p.sequence_parallel, p.ep, p.etp), (model.dtype, model.lora, model.quantization, model.double_quantization)
-        key = repr((component.architecture, component.head, *layout, *kind))
+        key = repr((component.architecture, component.head, component.has_values, *layout, *kind))
         if key not in self._pieces:
             split = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, ep=p.ep, etp=p.etp)
             one = replace(component, parallel=split, architecture=component.architecture.with_layers(1))

@@ -174,6 +174,7 @@ class Component:
     optimizer: OptimizerConfig | None  # None: frozen
     work: Work
     engine: Engine | None = None
+    has_values: bool = False  # whether a language model has a head of values beside its output layer
     has_reference: bool = False  # whether a frozen copy of the trained weights waits in host memory and is on the device for a pass
     saves_asynchronously: bool = False  # whether a copy of what is saved waits in host memory
     turns: frozenset[Phase] = frozenset()  # phases around which its model goes to host memory and back, since others use its GPUs

@@ -74,6 +74,7 @@ class Traits:
     role: str  # of the component that trains or writes: actor, trainer, writer
     work: Work  # of one of its steps
     head: Head = Head.language
+    has_values: bool = False  # a head of values beside the output layer
     has_reference: bool = False  # a frozen copy of what is trained
     has_engine: bool = False  # it samples, as `rollout` says
     checkpoints: Sequence[str] = (POLICY,)  # folders of a run directory's checkpoints that have to agree

@@ -8,17 +8,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from aligner.errors import AT_LEAST_1, NOT_NEGATIVE, ConfigError, check_range
 from aligner.models.config import ModelConfig
-from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.modules.scalar_head import HeadGradient
+from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.topology import ParallelConfig
 from aligner.rewards.config import NamedRewardConfig, RewardFunctionConfig, check_parts
 from aligner.servers.config import ServerConfig
 
 SERVERS = ("critic", "reward")  # components that answer the one that trains, and the sections of their settings
 _SECTIONS = {"model": ModelConfig, "parallel": ParallelConfig, "optimizer": OptimizerConfig, "server": ServerConfig}
+_OF_HEAD = {("optimizer", "lr"), ("optimizer", "min_lr")}  # what a head on the policy has of its own
 _KEYS = {name: rf"{name}\.(?:{'|'.join(field.name for field in fields(section))})" for name, section in _SECTIONS.items()}
 
 
@@ -51,13 +54,27 @@ class CriticKind(str, Enum):
 
     server = "server"  # in a component of its own, behind a server
     model = "model"  # in the actor's processes, in the actor's layout: a run without servers
+    head = "head"  # a head on the policy's own hidden states: no second model
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticHeadConfig:
+    """The critic as a head of values on the policy."""
+
+    gradient: HeadGradient = HeadGradient.joint  # joint: the policy's trunk learns values too; detached: the head alone does
+    coef: float = 0.1  # weight of the value loss beside the policy's, in the same update
+
+    def __post_init__(self) -> None:
+        if not 0 < self.coef < math.inf:
+            raise ConfigError(f"critic.head.coef={self.coef}: must be finite and above 0")
 
 
 @dataclass(kw_only=True, slots=True)
 class CriticConfig:
-    """The critic of a PPO run: a value model behind a server, or in the actor's processes."""
+    """The critic of a PPO run: a value model behind a server or in the actor's processes, or a head on the policy."""
 
-    kind: CriticKind = CriticKind.server  # a component of its own behind a server, or a model in the actor's processes
+    kind: CriticKind = CriticKind.server  # a component of its own behind a server, a model in the actor's processes, a head on the policy
+    head: CriticHeadConfig = field(default_factory=CriticHeadConfig)  # with kind=head
     model: ModelConfig = field(default_factory=ModelConfig)  # path: usually a reward model's checkpoint
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how its model is split over ranks
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -78,8 +95,14 @@ class CriticConfig:
     def is_served(self) -> bool:
         return self.kind is CriticKind.server
 
+    @property
+    def is_head(self) -> bool:
+        return self.kind is CriticKind.head
+
     def check_served(self, parallel: ParallelConfig, num_processes: int) -> None:
-        """Raise ConfigError for settings of a component of its own, if the critic is a model in the actor's processes, of this layout."""
+        """Raise ConfigError for settings of a component of its own, if the critic is in the actor's processes, of this layout."""
+        if not self.is_head and self.head != CriticHeadConfig():
+            raise ConfigError(f"critic.head: critic.kind={self.kind.value} has no head on the policy; allowed: critic.kind=head")
         if self.is_served:
             return
         own: dict[str, tuple[Any, Sequence[Any]]] = {
@@ -98,6 +121,22 @@ class CriticConfig:
                     f"critic.{name}{written}: critic.kind={self.kind.value} has no component of its own: the critic is in the actor's "
                     f"processes and layout; allowed: critic.kind=server, or leave critic.{name} out"
                 )
+
+    def check_head(self, model: ModelConfig, optimizer: OptimizerConfig, *, mini_batch_size: int, num_epochs: int) -> None:
+        """Raise ConfigError for settings that a head on the policy does not have: it is trained with the policy, which has these."""
+        defaults = CriticConfig()
+        own = {"mini_batch_size": (self.mini_batch_size, mini_batch_size), "num_epochs": (self.num_epochs, num_epochs)}
+        for section, of_policy in (("model", model), ("optimizer", optimizer)):
+            names = [one.name for one in fields(of_policy) if (section, one.name) not in _OF_HEAD]
+            own |= {f"{section}.{name}": (getattr(getattr(self, section), name), getattr(of_policy, name)) for name in names}
+        for name, (value, of_policy) in own.items():
+            if value not in (of_policy, attrgetter(name)(defaults)):
+                raise ConfigError(
+                    f"critic.{name}={value}: critic.kind=head is trained with the policy, in its updates; allowed: the policy's "
+                    f"({of_policy}), or leave critic.{name} out"
+                )
+        if not optimizer.distributed and optimizer.kind is not OptimizerKind.muon:
+            raise ConfigError("optimizer.distributed=false: the head of critic.kind=head has a learning rate of its own; allowed: true")
 
 
 @dataclass(kw_only=True, slots=True)

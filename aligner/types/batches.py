@@ -108,6 +108,8 @@ class PolicyBatch(SampledBatch):
 
     Where several rows may be one episode, it counts as one sequence: `episode_tokens` int64 [B] are the tokens in the loss_mask of all rows
     of the row's episode, and `leads` (bool [B]) is True on one of them if it has any.
+
+    `old_values` and `returns`, as of a ValueBatch, for a head of values on the policy.
     """
 
     old_logprobs: Tensor | None
@@ -115,6 +117,8 @@ class PolicyBatch(SampledBatch):
     ref_logprobs: Tensor | None = None
     episode_tokens: Tensor | None = None
     leads: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

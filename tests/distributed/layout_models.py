@@ -25,7 +25,7 @@ from aligner.losses.value import value_loss
 from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig, Recompute
 from aligner.models.create import create_policy, create_reward_model, create_value_model, training
 from aligner.models.modules.peft import CONFIG_FILE, WEIGHTS_FILE, export_adapters, peft_config, projections
-from aligner.models.modules.scalar_head import Pooling, ScalarHead
+from aligner.models.modules.scalar_head import HEAD, HeadGradient, PolicyHead, Pooling, ScalarHead
 from aligner.models.weights import export_hf
 from aligner.parallel.topology import ParallelConfig
 from aligner.protocols import Added
@@ -61,6 +61,9 @@ def make_batch(kind: str):
         routes[5, :4] = routes[0, :4]  # these two share a prompt, rows 0, 1 and 6 have other experts for the same one
         routes[positions + 1 >= lengths[:, None]] = 255
         return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1], extras={"routes": Routes(routes)})
+    if kind == "head":
+        targets = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)]
+        return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1], old_values=targets[0], returns=targets[1])
     if kind in ("ppo", "ptx"):
         return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1])
     if kind == "objectives":  # an advantage per response; ratios on both sides of every clip range
@@ -98,13 +101,16 @@ def make_batch(kind: str):
 
 
 def make_added(kind: str) -> list[Added]:
-    """What is learnt besides the batch: text of other lengths, more rows on one replica than on the other."""
-    if kind != "ptx":
+    """What is learnt besides the batch: text of other lengths, more rows on one replica than on the other; values by a head on the policy,
+    whose loss counts tokens where the policy's counts sequences."""
+    if kind not in ("ptx", "head"):
         return []
+    own = [Added(batch=None, loss=partial(value_loss, clip=0.2), coef=0.6)] if kind == "head" else []
     generator, lengths, positions = torch.Generator().manual_seed(8), torch.tensor([30, 5, 28, 11, 19]), torch.arange(30)
     mask = (positions >= 1) & (positions < lengths[:, None])
     tokens = torch.randint(3, VOCAB, (5, 30), generator=generator).where(positions < lengths[:, None], 0)
-    return [Added(batch=LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=mask), loss=pretraining_loss, coef=0.7)]
+    text = LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=mask)
+    return [*own, Added(batch=text, loss=pretraining_loss, coef=0.7)]
 
 
 def make_architecture(kind: str, experts: bool, num_layers: int, biases: bool = False):
@@ -137,7 +143,9 @@ def make_model(kind: str, spec: Spec, topology, optimizer):
     create = create_value_model if kind == "value" else partial(create_reward_model, head=heads[kind]) if kind in heads else create_policy
     temperature = 0.8 if kind in ("ppo", "ptx", "objectives") else 1.0
     alpha = 5.0 if kind == "noisy" else 0.0
-    how = training(config, optimizer, total_steps=10, temperature=temperature, replay_routes=kind == "routed", neftune_alpha=alpha)
+    values = PolicyHead(gradient=HeadGradient.joint, lr=5e-3, min_lr=5e-3) if kind == "head" else None
+    own = {"replay_routes": kind == "routed", "neftune_alpha": alpha, "value_head": values}
+    how = training(config, optimizer, total_steps=10, temperature=temperature, **own)
     return create(config, make_architecture(kind, spec.experts, spec.num_layers, spec.biases), parallel, topology, how)
 
 
@@ -182,6 +190,7 @@ def make_losses(kind: str) -> list:
     losses = {
         "ppo": ppo,
         "ptx": ppo,
+        "head": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, aggregation=Aggregation.sequence_mean),
         "routed": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, aggregation=Aggregation.token_mean),
         "dpo": partial(dpo_loss, beta=0.1),
         "value": partial(value_loss, clip=0.2),
@@ -234,15 +243,17 @@ def gradients(chunks) -> dict[str, torch.Tensor]:
     weights = [p.data for p in parameters]
     for p in parameters:
         p.data = p.main_grad.data
-    export = export_adapters if chunks[0].lora.is_on else export_hf
-    full = {name: tensor.clone() for name, tensor in export(chunks)}
+    full = exported(chunks)
+    if chunks[0].lora.is_on:
+        heads = {name: tensor for name, tensor in full.items() if name.startswith(HEAD) and chunks[0].head is None}
+        full = heads | {name: tensor.clone() for name, tensor in export_adapters(chunks)}
     for p, data in zip(parameters, weights, strict=True):
         p.data = data
     return full
 
 
 def exported(chunks) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in export_hf(chunks)}
+    return {name: tensor.clone() for name, tensor in export_hf(chunks, with_policy_head=True)}
 
 
 def train_step(model, batch, loss, added=()) -> dict[str, float]:

@@ -7,8 +7,11 @@ gradient, there weights are compared.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,11 +31,14 @@ from layout_models import (
 )
 from ranks import world
 
+from aligner.models.checkpoint import checkpoint
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.parallel.collectives import from_rank_0
 
 KINDS = ("ppo", "dpo", "value")
 LOSSES = ("objectives", "preferences", "reward_mean", "regression", "steps")
 OTHERS = ("reward", "sft", "noisy", "distill", "regression", "steps", "ptx")
+WITH_HEAD = ("tp2_sp", "tp2_sp_distributed_optimizer", "pp2", "dp2_distributed_optimizer", "tp2_cp2_packed", "pp2_interleaved", "dp2_shared_prompts")
 WITH_OBJECTIVES = ["dp2", "tp2_cp2_packed", "token_budget"]  # with every loss
 PACKED = {"micro_batch_tokens": 48, "packing": True}
 SHARED = PACKED | {"share_prompts": True}
@@ -84,7 +90,7 @@ ROUTED = {  # experts chosen by somebody else; four layers, as for an interleave
 def kinds_of(layout: str) -> list[str]:
     """What the world of a dense layout trains."""
     more = (*KINDS, *(LOSSES if layout in WITH_OBJECTIVES else ()), *(OTHERS if layout in WITH_OTHERS else ()))
-    return list(dict.fromkeys(more))
+    return list(dict.fromkeys((*more, *(["head"] if layout in WITH_HEAD else ()))))
 
 
 def train(fields: dict, kinds: Sequence[str]) -> dict[str, dict]:
@@ -100,13 +106,30 @@ def train_kind(kind: str, spec: Spec, topology) -> dict:
     model = make_model(kind, spec, topology, optimizer)
     batch = make_batch(kind)
     scores = dict.fromkeys(("reward", "reward_mean", "regression"), "scores") | {"value": "values", "steps": "step_scores"}
-    outputs = partial(teacher_and_student, model) if kind == "distill" else getattr(model, scores.get(kind, "logprobs"))
+    of_two = {"distill": teacher_and_student, "head": both_outputs}
+    outputs = partial(of_two[kind], model) if kind in of_two else getattr(model, scores.get(kind, "logprobs"))
     result: dict = {"outputs": [outputs(batch)], "metrics": [], "gradients": []}
-    for given, loss in make_steps(kind):
+    for number, (given, loss) in enumerate(make_steps(kind)):
+        if kind == "head" and number and spec.distributed_optimizer:  # the second step is that of a run that was resumed
+            model = resumed(model, make_model(kind, spec, topology, optimizer))
+            outputs = partial(both_outputs, model)
         result["metrics"].append(train_step(model, given, loss, make_added(kind)))
         if not spec.distributed_optimizer:  # a distributed optimizer's rank holds its own shard of the reduced gradient only
             result["gradients"].append(gradients(model.model.chunks))
     return result | {"weights": exported(model.model.chunks), "outputs": [*result["outputs"], outputs(batch)]}
+
+
+def both_outputs(model, batch) -> torch.Tensor:
+    return torch.stack([*model.per_token(batch, "logprobs", "values").values()])
+
+
+def resumed(model, fresh):
+    """The model once it has gone through a checkpoint."""
+    folder = Path(from_rank_0(tempfile.mkdtemp))
+    checkpoint.save(folder, model.model, checkpoint.SaveRequest(step=1, state={}))
+    checkpoint.load(fresh.model, checkpoint.resolve(folder))
+    from_rank_0(lambda: shutil.rmtree(folder))
+    return fresh
 
 
 def teacher_and_student(model, batch) -> torch.Tensor:
@@ -131,7 +154,8 @@ def run(on_ranks) -> Callable[[int, dict, Sequence[str]], dict[str, dict]]:
 
 def both(layout: str, kind: str, run) -> tuple[dict, dict]:
     processes, spec = DENSE[layout]
-    alone = ({"num_layers": 4}, [*KINDS, *OTHERS]) if "num_layers" in spec else ({}, list(dict.fromkeys((*KINDS, *LOSSES, *OTHERS))))
+    every = [*KINDS, *OTHERS, "head"]
+    alone = ({"num_layers": 4}, every) if "num_layers" in spec else ({}, list(dict.fromkeys((*every, *LOSSES))))
     return run(1, *alone)[kind], run(processes, spec, kinds_of(layout))[kind]
 
 

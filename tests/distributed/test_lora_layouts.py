@@ -16,6 +16,7 @@ from layout_models import (
     assert_metrics,
     exported,
     gradients,
+    make_added,
     make_batch,
     make_losses,
     make_model,
@@ -35,11 +36,11 @@ MODELS = {"dense": ["qkv", "proj", "fc1", "fc2"], "experts": ["qkv", "proj", "ex
 MODELS["pissa"] = MODELS["dora"]
 LAYOUTS = {  # name: (model, kinds, fields of ParallelConfig, fields of ModelConfig)
     "tp2_shared_prompts": ("dense", ["dpo"], {"tp": 2}, {"micro_batch_tokens": 48, "packing": True, "share_prompts": True}),
-    "pp2_recompute": ("dense", ["dpo", "value"], {"pp": 2}, {"recompute": "full"}),
+    "pp2_recompute": ("dense", ["dpo", "value", "head"], {"pp": 2}, {"recompute": "full"}),
     "tp2_etp2": ("experts", ["dpo"], SP | {"etp": 2}, {}),
     "tp2_ep2": ("experts", ["dpo"], SP | {"ep": 2}, {}),
     "tp2_dora": ("dora", ["dpo"], {"tp": 2}, {}),
-    "tp2_sp_dora": ("dora", ["dpo", "value"], SP, {"recompute": "full"}),
+    "tp2_sp_dora": ("dora", ["dpo", "value", "head"], SP, {"recompute": "full"}),
     "tp2_sp_pissa": ("pissa", ["dpo"], SP, {}),
     "pp2_pissa": ("pissa", ["dpo"], {"pp": 2}, {"recompute": "full"}),
 }
@@ -62,11 +63,13 @@ def start(kind: str, spec: Spec, topology):
 
 
 def outputs_of(kind: str, model) -> torch.Tensor:
+    if kind == "head":
+        return torch.stack([*model.per_token(make_batch(kind), "logprobs", "values").values()])
     return (model.values if kind == "value" else model.logprobs)(make_batch(kind))
 
 
 def step(kind: str, model) -> dict[str, float]:
-    return train_step(model, make_batch(kind), make_losses(kind)[0])
+    return train_step(model, make_batch(kind), make_losses(kind)[0], make_added(kind))
 
 
 def end(kind: str, model) -> dict:

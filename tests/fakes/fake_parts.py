@@ -89,8 +89,8 @@ class FakePolicy:
         self.log.append("logprobs")
         return self.level * batch.loss_mask.float()
 
-    def logprobs_and_entropy(self, batch: MaskedBatch) -> tuple[Tensor, Tensor]:
-        return self.logprobs(batch), 0.5 * batch.loss_mask.float()
+    def per_token(self, batch: MaskedBatch, *names: str) -> dict[str, Tensor]:
+        return {"logprobs": self.logprobs(batch), "entropy": 0.5 * batch.loss_mask.float()}
 
     def train_step(self, batch: PolicyBatch, loss: Loss, added: Sequence[Added] = ()) -> dict[str, Metric]:
         self.log.append("update")

@@ -41,6 +41,7 @@ from aligner.models.checkpoint.wrapper import WRAPPER
 from aligner.models.config import HFArchitecture, Implementation
 from aligner.models.families import architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
+from aligner.models.modules.scalar_head import POLICY_HEAD
 from aligner.models.training.trainable import TrainableModel, check_before_save, generator_state, set_generator_state
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
 
@@ -142,6 +143,8 @@ def start_save(
     marker |= adapters_to_marker(model.chunks[0]) | ({WRAPPER: dict(found)} if (found := model.chunks[0].wrapper) else {})
     if model.chunks[0].head is not None:
         marker |= model.chunks[0].head.to_marker()
+    if model.chunks[0].value_gradient is not None:
+        marker[POLICY_HEAD] = True
     writer = async_save.FileWriter(planned, writing, in_background=in_background)
     return PendingSave(
         final=final,

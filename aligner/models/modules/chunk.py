@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from aligner.data.vision import Vision
 from aligner.models.config import Architecture, LoraConfig, Quantization
-from aligner.models.modules.scalar_head import ScalarHead
+from aligner.models.modules.scalar_head import VALUES, HeadGradient, ScalarHead
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
 from aligner.parallel.mcore import MegatronModule, ProcessGroupCollection, gather_from_sequence_parallel_region
@@ -37,6 +37,7 @@ class Chunk(MegatronModule, ABC):
     quantization: Quantization = Quantization.none  # of the linear layers under its adapters
     double_quantization = False  # whether its scales have 8 bits
     head: ScalarHead | None = None  # of a value or reward model; None for a language model
+    value_gradient: HeadGradient | None = None  # of a policy's head of values, which is its `score_head`; None: it has none
     score_head: torch.nn.Linear  # in float32, in its last chunk
     base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
     base_digest = ""  # distinguishes these weights from others
@@ -53,6 +54,11 @@ class Chunk(MegatronModule, ABC):
     logits_chunk_size: int  # tokens whose logits exist at a time
     batch_invariant: bool
     float32_logits: bool
+
+    @property
+    def gives_values(self) -> bool:
+        """Whether its head is one of values, as a critic's or a policy's."""
+        return self.value_gradient is not None or self.head == VALUES
 
     @abstractmethod
     def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Any:
@@ -93,8 +99,9 @@ class WholeChunk(Chunk):
         """Fill the chunk from a Hugging Face directory; a head that it lacks, and every one without `with_head`, stays as it is."""
 
     @abstractmethod
-    def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in Hugging Face's files, tensor) of the whole model with its adapters merged; the head's, by our names, last."""
+    def file_tensors(self, *, with_policy_head: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(name in Hugging Face's files, tensor) of the whole model with its adapters merged; the head's, by our names, last, and a
+        policy's head of values only if it is asked for."""
 
 
 def global_name(chunk: Chunk, name: str) -> str:

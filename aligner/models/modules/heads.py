@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aligner.models.modules.chunk import Chunk
-from aligner.models.modules.scalar_head import Pooling, ScalarHead
+from aligner.models.modules.scalar_head import VALUES, HeadGradient, Pooling, ScalarHead
 from aligner.models.training.placement import Placement
 from aligner.parallel.context import sum_over_ranks
 from aligner.parallel.logprobs import Projection, linear_logprobs, linear_logprobs_of, linear_topk
@@ -101,6 +101,14 @@ def linear_head(head: ScalarHead, size: int, device: torch.device, *, residual: 
         if head.has_bias:
             made.bias.zero_()
     return made
+
+
+def add_value_head(module: Chunk, gradient: HeadGradient) -> None:
+    """Give a policy a head of values beside its output layer."""
+    module.value_gradient = gradient
+    if module.post_process:
+        weight = module.output_parameter
+        module.score_head = linear_head(VALUES, weight.shape[1], weight.device, residual=module.architecture.hidden_size)
 
 
 def combine_outputs(module: Chunk, weights: Sequence[float], head: ScalarHead) -> None:

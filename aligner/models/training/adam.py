@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.models.modules.lora import LORA_B
+from aligner.models.modules.scalar_head import HEAD, PolicyHead
 from aligner.models.training.adam8bit import Adam8bit
 from aligner.models.training.offload import LockedMemory
 from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
@@ -107,8 +108,9 @@ def main_weights(optimizer: Any) -> list[Tensor]:
     return [p.detach() for p in found]
 
 
-def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype) -> Any:
-    """Megatron's distributed optimizer (states sharded over data-parallel ranks) for the DDP-wrapped chunks of one model."""
+def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype, *, head: PolicyHead | None = None) -> Any:
+    """Megatron's distributed optimizer (states sharded over data-parallel ranks) for the DDP-wrapped chunks of one model, whose `head`
+    of values may have a learning rate of its own."""
     settings = mcore.OptimizerConfig(
         optimizer="adam" if config.kind is OptimizerKind.adam else "sgd",  # of which the class is another in the block below
         lr=config.lr,
@@ -141,6 +143,8 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
             raise ConfigError(f"optimizer.loraplus_ratio={config.loraplus_ratio:g}: is of adapters; needs model.lora.rank above 0")
         faster = {name: getattr(config, name.removeprefix("max_")) * config.loraplus_ratio for name in ("max_lr", "min_lr")}
         overrides[mcore.ParamKey(attr=LORA_B)] = faster
+    if head is not None:
+        overrides[mcore.ParamKey(name=f"*{HEAD}*")] = {"max_lr": head.lr, "min_lr": head.min_lr}
     with mcore.hybrid_optimizer(HostAdam), mcore.sgd_as(partial(_other_kind, config)):
         optimizer = mcore.get_megatron_optimizer(settings, runners, config_overrides=overrides, use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:

@@ -13,7 +13,7 @@ from torch import Tensor
 from aligner.models.modules import heads
 from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.linear import linear_weight
-from aligner.models.modules.scalar_head import ScalarHead
+from aligner.models.modules.scalar_head import HeadGradient, ScalarHead
 from aligner.models.training.forward import MicroBatch
 from aligner.models.training.offload import LockedMemory
 from aligner.models.training.trainable import Field, TrainableModel
@@ -78,11 +78,10 @@ class MegatronPolicy(_Trained):
         """log pi of the tokens in `loss_mask`, float32 [B, S] on the CPU, 0 elsewhere; no gradient, no dropout."""
         return self.model.run(batch, self._outputs, "logprobs")
 
-    def logprobs_and_entropy(self, batch: MaskedBatch) -> tuple[Tensor, Tensor]:
-        """`logprobs`, and in the same form the entropy, in nats, of the distributions that the tokens are of."""
-        field = Field(shape=tuple(batch.tokens.shape[1:]))
-        found = self.model.run_fields(batch, self._outputs, {"logprobs": field, "entropy": field})
-        return found["logprobs"], found["entropy"]
+    def per_token(self, batch: MaskedBatch, *names: str) -> dict[str, Tensor]:
+        """What one pass gives of the tokens in `loss_mask`, as in `logprobs`: `logprobs`, `entropy` (in nats, of the distributions that they
+        are of) and, of a policy with a head of values, the `values` of the states in which they were chosen."""
+        return self.model.run_fields(batch, self._outputs, dict.fromkeys(names, Field(shape=tuple(batch.tokens.shape[1:]))))
 
     def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
         """The `k` likeliest tokens in place of each in `loss_mask`, int64 [B, S, k], and their log-probs, float32; both 0 elsewhere.
@@ -121,7 +120,11 @@ class MegatronPolicy(_Trained):
         common = {"tokens": batch.tokens, "mask": mask, "temperature": self.temperature if part.added is None else 1.0}
         if isinstance(batch, DistillationBatch):
             return heads.named_outputs(module, hidden, part.placement, named=batch.teacher_tokens, **common)
-        return heads.token_outputs(module, hidden, part.placement, **common)
+        outputs = heads.token_outputs(module, hidden, part.placement, **common)
+        if module.value_gradient is None or part.added is not None:
+            return outputs
+        seen = hidden.detach() if module.value_gradient is HeadGradient.detached else hidden
+        return replace(outputs, values=heads.value_outputs(module, seen, part.placement, mask=mask).values)
 
 
 class ReferencePolicy:

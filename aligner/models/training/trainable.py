@@ -24,9 +24,11 @@ from aligner.models.modules.fusions import note_once
 from aligner.models.modules.linear import weight_storage
 from aligner.models.modules.noise import noise_of
 from aligner.models.modules.router import AuxiliaryLosses, loss_count, routers, take_metrics
+from aligner.models.modules.scalar_head import PolicyHead
 from aligner.models.modules.shared_prompts import prompt_keys
 from aligner.models.training import forward as passes
 from aligner.models.training.adam import LossScale, averaging_step, build_optimizer, build_scheduler, exchange, main_weights
+from aligner.models.training.added import joined, noting_totals, scaled
 from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
 from aligner.models.training.offload import HostMemory, by_device, device_tensors, gradients, optimizer_tensors
 from aligner.models.training.optimizer import OptimizerConfig
@@ -38,7 +40,7 @@ from aligner.parallel.micro_batches import Family, MicroBatching, Plan, plan, pl
 from aligner.parallel.topology import Topology
 from aligner.protocols import Added, Loss
 from aligner.telemetry.metrics import Max, Mean, Metric, Sum, without_values
-from aligner.types import Batch, LossOutput, MaskedBatch, PreferenceBatch, Routes, TokenBatch, TokenOutputs
+from aligner.types import Batch, MaskedBatch, PreferenceBatch, Routes, TokenBatch
 from aligner.types.rows import num_rows, pad_columns
 
 _SHOWN = 3  # tensors that a message names
@@ -56,6 +58,7 @@ class Training:
     share_prompts: bool = False
     neftune_alpha: float = 0.0  # noise on the embeddings of training passes (`aligner.models.modules.noise`); 0: none
     temperature: float = 1.0  # of the policy's log-probs
+    value_head: PolicyHead | None = None  # beside a policy's output layer
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
     replay_routes: bool = False  # those that a batch has; else they are only compared with the router's own
@@ -173,6 +176,7 @@ class TrainableModel:
         self._everything = HostMemory(kept=self._kept, scratch=lambda: gradients(self.runners) if self.optimizer is not None else ())
         self._shows_weights = optimizer is not None and not optimizer.precision_aware
         self._clips = optimizer is not None and optimizer.clip_grad > 0
+        self._max_lr = 0.0 if optimizer is None else optimizer.lr
         if optimizer is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
@@ -202,7 +206,7 @@ class TrainableModel:
             mcore.DistributedDataParallel(self.config, settings, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.chunks)
         ]
-        self.optimizer = build_optimizer(optimizer, self.runners, self.config.params_dtype)
+        self.optimizer = build_optimizer(optimizer, self.runners, self.config.params_dtype, head=training.value_head)
         self.scheduler = build_scheduler(optimizer, self.optimizer, training.total_steps)
         if warning := optimizer.shortfall(training.total_steps):
             note_once(warning, rank=self.topology.rank)
@@ -249,6 +253,7 @@ class TrainableModel:
         An update that leaves a parameter non-finite or absurdly large cannot be undone: the guard never continues from it.
         Raises ConfigError if a data-parallel replica would get no row.
         """
+        loss, added = joined(batch, loss, added), [one for one in added if one.batch is not None]
         others = [one.batch for one in added]
         if (smallest := min(num_rows(one) // _unit(one) for one in (batch, *others))) < self.topology.dp_size:
             raise ConfigError(f"a training batch of {smallest} is smaller than the {self.topology.dp_size} data-parallel replicas")
@@ -260,7 +265,7 @@ class TrainableModel:
         self.auxiliary.weigh(self.config, batch, loss, others)
         totals: list[Tensor] = []
         parts = self._training_parts(batch, loss, added, totals)
-        metrics = passes.forward_backward(self.runners, parts, outputs, _noting_totals(loss, totals), counts=self.topology.cp_rank == 0)
+        metrics = passes.forward_backward(self.runners, parts, outputs, noting_totals(loss, totals), counts=self.topology.cp_rank == 0)
         problem, is_of_gradient = self._find_non_finite(totals)
         if problem:
             set_generator_state(generators)
@@ -312,7 +317,8 @@ class TrainableModel:
             chunk.settle()
 
     def _optimizer_metrics(self, grad_norm: float | None, *, overflowed: bool = False) -> dict[str, Metric]:
-        rate = {"optim/lr": Max(maximum=min(group["lr"] for group in self.optimizer.param_groups))}  # LoRA+ has a higher one too
+        usual = [group["lr"] for group in self.optimizer.param_groups if group["max_lr"] == self._max_lr]  # LoRA+ and a head have others
+        rate = {"optim/lr": Max(maximum=usual[0])}
         if self.loss_scale.is_on:
             rate |= {LOSS_SCALE: Max(maximum=self.loss_scale.value), OVERFLOWS: Sum(total=int(overflowed))}
         if grad_norm is not None:
@@ -415,10 +421,9 @@ class TrainableModel:
             rows, lengths = zip(*(part.placement.whole_shape for part in chain(own, *more)), strict=True)
             shape = max(rows), max(lengths)
         count = loss_count(batch, loss) if added else 0
-        scaled = [_noting_totals(_scaled(one, count), totals) for one in added]
-        return self._with_noise(own, layout) + [
-            replace(part, added=of_part) for parts, of_part in zip(more, scaled, strict=True) for part in parts
-        ]
+        losses = [noting_totals(scaled(one, count), totals) for one in added]
+        others = [replace(part, added=of_part) for parts, of_part in zip(more, losses, strict=True) for part in parts]
+        return others + self._with_noise(own, layout)  # in the last, every parameter has a gradient: replicas may wait for all of them
 
     def _micro_batches(self, batch: Batch, layout: Plan, at_least: tuple[int, int] = (0, 0)) -> list[passes.MicroBatch]:
         own = layout[self.topology.dp_rank]
@@ -463,25 +468,3 @@ def families(batch: MaskedBatch, *, unit: int, capacity: int) -> list[Family]:
 
 def _unit(batch: Batch) -> int:
     return 2 if isinstance(batch, PreferenceBatch) else 1
-
-
-def _scaled(added: Added, count: int) -> Loss:
-    """The loss of an added batch for gradients that are divided by `count`, that of the step's own loss over its whole batch."""
-    factor = added.coef * count / max(loss_count(added.batch, added.loss), 1)
-
-    def scaled(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        result = added.loss(outputs, batch)
-        return replace(result, total=factor * result.total, count=torch.zeros_like(result.count))
-
-    return scaled
-
-
-def _noting_totals(loss: Loss, totals: list[Tensor]) -> Loss:
-    """`loss`, with its results recorded in `totals` without synchronising: they are checked once, after the backward pass."""
-
-    def noting(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        result = loss(outputs, batch)
-        totals.append(result.total.detach())
-        return result
-
-    return noting

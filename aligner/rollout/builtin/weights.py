@@ -21,6 +21,7 @@ from aligner.models.modules.build import LanguageModel
 from aligner.models.modules.chunk import global_name
 from aligner.models.modules.linear import PackedWeight, linear_weight
 from aligner.models.modules.lora import Adapter, named_adapters
+from aligner.models.modules.scalar_head import HEAD
 from aligner.models.weights import Place, all_places, tensor_group
 from aligner.parallel.reshard import Move, Sharding, even, grouped, padded, replicated
 
@@ -223,12 +224,12 @@ def _delta(prefix: str, tensors: Mapping[str, Tensor]) -> DeltaWeights:
 
 
 def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:
-    """This rank's training parameters by global name, without adapters' and the last stage's copy of a tied embedding."""
+    """This rank's training parameters by global name, without adapters', a head's of values and the last stage's copy of a tied embedding."""
     return {
         global_name(chunk, name): parameter
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
-        if ADAPTER not in name and not (name == OUTPUT_LAYER and chunk.share_embeddings_and_output_weights)
+        if ADAPTER not in name and not name.startswith(HEAD) and not (name == OUTPUT_LAYER and chunk.share_embeddings_and_output_weights)
     }
 
 

@@ -157,7 +157,7 @@ def test_training_learns(make_model):
 
 def test_entropies_come_with_the_log_probs(make_model):
     policy, batch = make_model("policy"), make_batch("sft")
-    logprobs, entropy = policy.logprobs_and_entropy(batch)
+    logprobs, entropy = policy.per_token(batch, "logprobs", "entropy").values()
     assert torch.equal(logprobs, policy.logprobs(batch)) and not entropy[~batch.loss_mask].any()
     _, of_all = policy.topk(batch, VOCAB, below=VOCAB)
     torch.testing.assert_close(entropy, -(of_all.exp() * of_all).sum(dim=-1), rtol=1e-4, atol=1e-5)
