@@ -51,8 +51,8 @@ class Policy(Trainable, Protocol):
         """log pi of the tokens in `loss_mask`, float32 [B, S] on the CPU, 0 elsewhere; no gradient, no dropout."""
 
     def per_token(self, batch: MaskedBatch, *names: str) -> dict[str, Tensor]:
-        """What one pass gives of the tokens in `loss_mask`, as in `logprobs`: `logprobs`, `entropy` (in nats, of the distributions that they
-        are of) and, of a policy with a head of values, the `values` of the states in which they were chosen."""
+        """What one pass gives of the tokens in `loss_mask`, as in `logprobs`: `logprobs`, `entropy` (in nats, of the distributions which
+        they are of) and, of a policy with a head of values, the `values` of the states in which they were chosen."""
 
     def sleep(self) -> None:
         """Move what only training needs out of the device's memory until the next `train_step`, where the configuration asks for it."""

@@ -38,7 +38,15 @@ from aligner.parallel.collectives import from_rank_0
 KINDS = ("ppo", "dpo", "value")
 LOSSES = ("objectives", "preferences", "reward_mean", "regression", "steps")
 OTHERS = ("reward", "sft", "noisy", "distill", "regression", "steps", "ptx")
-WITH_HEAD = ("tp2_sp", "tp2_sp_distributed_optimizer", "pp2", "dp2_distributed_optimizer", "tp2_cp2_packed", "pp2_interleaved", "dp2_shared_prompts")
+WITH_HEAD = (
+    "tp2_sp",
+    "tp2_sp_distributed_optimizer",
+    "pp2",
+    "dp2_distributed_optimizer",
+    "tp2_cp2_packed",
+    "pp2_interleaved",
+    "dp2_shared_prompts",
+)
 WITH_OBJECTIVES = ["dp2", "tp2_cp2_packed", "token_budget"]  # with every loss
 PACKED = {"micro_batch_tokens": 48, "packing": True}
 SHARED = PACKED | {"share_prompts": True}

@@ -121,9 +121,14 @@ def test_activations_with_images_are_the_real_ones(name: str, folder: Path, plan
         planned, blind = plans[name][stage]
         assert planned == pytest.approx(peak, rel=0.1)
         assert (planned > blind) == (stage == 0)
+
+
 import os
+
 if os.environ.get("SHOW"):
+
     def test_show(folder, plans, on_ranks):
         for name in CASES:
-            if CASES[name][2]: continue
+            if CASES[name][2]:
+                continue
             print(name, plans[name], on_ranks(measure, 1, folder, name))

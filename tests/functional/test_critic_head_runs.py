@@ -8,12 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from resumed_runs import kill_after, same_runs
-from safetensors.torch import load_file
-from test_critic_in_actor import assert_close
-from tiers import cases
-from training_jobs import SAYS_77, Job, checkpoint_steps, ppo_settings, run_aligner, run_job, series, slow_reward, steps_of, train
+from training_jobs import SAYS_77, ppo_settings, run_job, series, slow_reward, train
 
 pytestmark = pytest.mark.timeout(600)
 NUM_STEPS = 4

@@ -79,8 +79,8 @@ class MegatronPolicy(_Trained):
         return self.model.run(batch, self._outputs, "logprobs")
 
     def per_token(self, batch: MaskedBatch, *names: str) -> dict[str, Tensor]:
-        """What one pass gives of the tokens in `loss_mask`, as in `logprobs`: `logprobs`, `entropy` (in nats, of the distributions that they
-        are of) and, of a policy with a head of values, the `values` of the states in which they were chosen."""
+        """What one pass gives of the tokens in `loss_mask`, as in `logprobs`: `logprobs`, `entropy` (in nats, of the distributions which
+        they are of) and, of a policy with a head of values, the `values` of the states in which they were chosen."""
         return self.model.run_fields(batch, self._outputs, dict.fromkeys(names, Field(shape=tuple(batch.tokens.shape[1:]))))
 
     def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:

@@ -224,7 +224,7 @@ def _delta(prefix: str, tensors: Mapping[str, Tensor]) -> DeltaWeights:
 
 
 def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:
-    """This rank's training parameters by global name, without adapters', a head's of values and the last stage's copy of a tied embedding."""
+    """This rank's training parameters by global name, without those of adapters and of a head of values, and a tied embedding's copy."""
     return {
         global_name(chunk, name): parameter
         for chunk in chunks

@@ -302,7 +302,11 @@ def head_critic(**fields) -> CriticConfig:
         ({"optimizer": OptimizerConfig(beta1=0.5)}, {}, r"^critic.optimizer.beta1=0.5: .*the policy's \(0.9\)"),
         ({"model": ModelConfig(path="elsewhere")}, {}, r"^critic.model.path=elsewhere: critic.kind=head"),
         ({"num_processes": 2}, {}, "^critic.num_processes=2: critic.kind=head has no component of its own"),
-        ({}, {"algorithm": {"critic_warmup_steps": 2}}, "^algorithm.critic_warmup_steps=2: critic.kind=head learns in the policy's updates"),
+        (
+            {},
+            {"algorithm": {"critic_warmup_steps": 2}},
+            "^algorithm.critic_warmup_steps=2: critic.kind=head learns in the policy's updates",
+        ),
         ({}, {"optimizer": OptimizerConfig(distributed=False)}, "^optimizer.distributed=false: the head of critic.kind=head"),
     ],
 )
