@@ -47,7 +47,7 @@ from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
 from aligner.reporting.formats import Column
 from aligner.rewards.local import NoReward
-from aligner.rollout.config import RolloutConfig, check_engine, check_untrained
+from aligner.rollout.config import RolloutConfig, check_engine, check_precision, check_untrained
 from aligner.run import lengths
 from aligner.run.recipe import Recipe
 from aligner.run.settings import Traits, UsedModel, WritingRun, check_layout
@@ -306,6 +306,7 @@ class ConstitutionalAI(WritingRun):
         check_layout(self.model, self.parallel, architecture, num_ranks)
         if self.algorithm.samples_per_chain:
             check_engine(self.rollout, architecture, tp=self.rollout.tp or self.parallel.tp, world_size=num_ranks)
+            check_precision(self.rollout, self.model, self.parallel)
 
 
 def build(job: WriterJob[ConstitutionalAI]) -> int:

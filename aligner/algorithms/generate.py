@@ -16,7 +16,7 @@ from aligner.online.collect import Scorers, collect, sample_seeds
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
 from aligner.rewards.local import NoReward
-from aligner.rollout.config import RolloutConfig, check_engine, check_untrained
+from aligner.rollout.config import RolloutConfig, check_engine, check_precision, check_untrained
 from aligner.run import lengths
 from aligner.run.recipe import Recipe
 from aligner.run.settings import Traits, WritingRun, check_layout, reading
@@ -73,6 +73,7 @@ class Generate(WritingRun):
     def check(self, architecture: Architecture, num_ranks: int) -> None:
         check_layout(self.model, self.parallel, architecture, num_ranks)
         check_engine(self.rollout, architecture, tp=self.rollout.tp or self.parallel.tp, world_size=num_ranks)
+        check_precision(self.rollout, self.model, self.parallel)
 
 
 def build(job: WriterJob[Generate]) -> int:

@@ -21,7 +21,7 @@ from aligner.planner.workload import Phase, Work
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rewards.forms import columns_read
 from aligner.rewards.load import load_reward_function
-from aligner.rollout.config import EngineKind, RolloutConfig, check_engine, check_untrained
+from aligner.rollout.config import EngineKind, RolloutConfig, check_engine, check_precision, check_untrained
 from aligner.run import lengths
 from aligner.run.settings import (
     CheckpointConfig,
@@ -214,6 +214,7 @@ class OnlineRun(JobRun):
     def check_engine(self, architecture: Architecture, num_ranks: int) -> None:
         """Raise ConfigError if the engine cannot do what `rollout` asks of it on `num_ranks` ranks."""
         check_engine(self.rollout, architecture, tp=self.rollout.tp or self.parallel.tp, world_size=num_ranks)
+        check_precision(self.rollout, self.model, self.parallel)
         if self.rollout.engine == EngineKind.tensorrt_llm and self.rollout.sampling.raw_logprobs:
             raise ConfigError(
                 "rollout.sampling.raw_logprobs=true: rollout.engine=tensorrt_llm gives log-probs of one kind, and validation and greedy "

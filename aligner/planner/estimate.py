@@ -36,7 +36,8 @@ from aligner.planner.memory import (
 from aligner.planner.times import PhaseTime, phase_times
 from aligner.planner.tower import features_seen, tower_of
 from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, Phase, StateBytes, Tower
-from aligner.rollout.config import EngineKind, check_ahead, check_engine
+from aligner.rollout.builtin.quantized import is_quantized
+from aligner.rollout.config import EngineKind, check_ahead, check_engine, check_precision
 from aligner.servers.components import SERVERS, in_section
 
 
@@ -90,6 +91,7 @@ def check(component: Component) -> None:
         component.parallel.check_world(component.num_ranks)
         if engine is not None:
             check_engine(engine.settings, component.architecture, tp=engine.tp, world_size=engine.own_ranks or component.num_ranks)
+            check_precision(engine.settings, component.model, component.parallel)
             if engine.on_gpu and not engine.own_ranks:
                 check_ahead(engine.settings, tp=engine.tp)
         if component.optimizer is not None and work.update_rows // work.unit < component.dp:
@@ -142,14 +144,15 @@ def whole_parameters(component: Component, shards: Sequence[Sequence[Sequence[Pa
     return total
 
 
-def engine_weight_bytes(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]]) -> int:
-    """Weights of one rank of the rollout engine: every split tensor over its tp ranks, the rest whole."""
-    if component.engine is None:
+def engine_weight_bytes(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]], *, only_rounded: bool = False) -> int:
+    """Weights of one rank of the rollout engine: every split tensor over its tp ranks, the rest whole. `only_rounded`: those that
+    `rollout.precision` rounds, in the model's precision; 0 without."""
+    if component.engine is None or (only_rounded and not component.engine.settings.precision.is_on):
         return 0
     split = whole = 0
     for stage, chunks in enumerate(shards):
         for p in (p for chunk in chunks for p in chunk):
-            if p.is_adapter or (stage and p.own_bucket):
+            if p.is_adapter or (stage and p.own_bucket) or (only_rounded and not is_quantized(p.name)):
                 continue
             size = p.numel * p.itemsize * (component.parallel.ep if p.is_expert else 1)
             tensor = component.parallel.etp if p.is_expert else component.parallel.tp
@@ -224,6 +227,7 @@ def plan_component(component: Component, cluster: ClusterConfig, scales: Scales)
         train=inference if component.optimizer is None else scales.block(component, train_micro_batches(component)),
         inference=inference,
         engine_weights=engine_weight_bytes(component, shards),
+        engine_rounded=engine_weight_bytes(component, shards, only_rounded=True),
         tower=scales.tower(component),
     )
     counts = tuple(sum(p.numel for chunk in chunks for p in chunk) for chunks in shards)

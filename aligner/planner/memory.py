@@ -56,7 +56,8 @@ class Sizes:
     stages: tuple[StateBytes, ...]  # training state of a rank, by stage
     train: BlockBytes  # activations of the layers at the training pass's micro-batch
     inference: BlockBytes  # the same at the micro-batch of passes without gradient
-    engine_weights: int  # weights of a rank of the rollout engine, in its own layout
+    engine_weights: int  # weights of a rank of the rollout engine, in its own layout and the model's precision
+    engine_rounded: int = 0  # those of them of which the engine keeps one byte a number
     tower: Tower | None = None  # of a model that sees
 
 
@@ -91,10 +92,12 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
     if optimizer is not None and (phase == Phase.train or not optimizer.offload):
         parts |= {"gradients": state.gradients, "optimizer": device_optimizer(component, state)}
     engine = component.engine if component.engine is None or not component.engine.own_ranks else None
-    if engine is not None and component.engine_holds_weights and (phase == Phase.generate or not engine.offload):
-        parts["engine weights"] = sizes.engine_weights
+    if engine is not None and (phase == Phase.generate or not engine.offload):
+        parts["engine weights"] = engine_bytes(component, sizes)
     if engine is not None and phase == Phase.generate:
         parts |= _generation(component, engine)
+        if component.engine_holds_weights:  # what is rounded arrives a layer at a time
+            parts["layer in transfer"] = sizes.engine_rounded // component.architecture.num_layers
         if component.engine_holds_weights and engine.offload:
             parts = _fullest_moment(component, state, parts)
     elif phase == Phase.train:
@@ -169,11 +172,17 @@ def _resting_engine(component: Component, sizes: Sizes) -> int:
     engine = component.engine
     if engine is None or engine.own_ranks:
         return 0
-    held = sizes.engine_weights if component.engine_holds_weights and not engine.offload else 0
+    held = 0 if engine.offload else engine_bytes(component, sizes)
     if engine.asynchronous:
         return held + sum(_generation(component, engine).values())
     held += cache_bytes(component, engine) if engine.on_gpu and engine.keeps_cache else 0
     return held + (graph_bytes(component, engine, with_logits=True) if engine.keeps_graphs else 0)
+
+
+def engine_bytes(component: Component, sizes: Sizes) -> int:
+    """The engine's weights on a rank beside the policy's: none if it reads these in place, but for rounded copies."""
+    codes = sizes.engine_rounded // component.dtype_bytes
+    return codes + (sizes.engine_weights - sizes.engine_rounded if component.engine_holds_weights else 0)
 
 
 def trained_bytes(component: Component, state: StateBytes) -> int:
@@ -270,11 +279,20 @@ def _inference(component: Component, sizes: Sizes, stage: int) -> dict[str, int]
 
 def kv_bytes_per_token(component: Component, engine: Engine) -> int:
     """Keys and values of one token on one rank of the engine, over all layers that have them and this rank's heads."""
+    numbers, rows = kv_numbers_per_token(component, engine)
+    if engine.settings.cache_precision.is_on:
+        return numbers + rows * component.dtype_bytes  # a byte each, and a scale for each head's key and value
+    return numbers * component.dtype_bytes
+
+
+def kv_numbers_per_token(component: Component, engine: Engine) -> tuple[int, int]:
+    """(numbers, keys and values of a head that they are) of that."""
     architecture = component.architecture
     if architecture.latent_size:  # the same for all heads
-        return 2 * architecture.num_layers * (architecture.latent_size + architecture.rotated) * component.dtype_bytes
-    groups = math.ceil(architecture.num_key_value_heads / engine.tp)
-    return 2 * architecture.key_value_layers * groups * architecture.head_dim * component.dtype_bytes
+        rows = 2 * architecture.num_layers
+        return rows * (architecture.latent_size + architecture.rotated), rows
+    rows = 2 * architecture.key_value_layers * math.ceil(architecture.num_key_value_heads / engine.tp)
+    return rows * architecture.head_dim, rows
 
 
 def state_bytes(component: Component, engine: Engine) -> int:
@@ -295,7 +313,8 @@ def page_tokens(component: Component, engine: Engine) -> int:
     """Tokens of a page of the engine's cache."""
     if engine.settings.engine == EngineKind.vllm:
         return _VLLM_PAGE
-    return _KERNEL_PAGE if component.dtype_bytes == 2 and engine.settings.kernels == Kernels.auto else PAGE_SIZE
+    has_kernels = engine.settings.kernels == Kernels.auto and not engine.settings.cache_precision.is_on
+    return _KERNEL_PAGE if component.dtype_bytes == 2 and has_kernels else PAGE_SIZE
 
 
 def sequence_tokens(component: Component, engine: Engine) -> int:
@@ -325,25 +344,29 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
     architecture, cache = component.architecture, cache_bytes(component, engine)
     states = decode_batch(component, engine) * state_bytes(component, engine)
     # A decode step may copy a layer's pages, or its states and the new ones; so does a chunk that continues a prompt, for that one alone.
-    copied = (cache - states) // max(1, architecture.key_value_layers), 2 * states // max(1, len(architecture.linear_attention_layers))
+    pages = cache - states
+    if engine.settings.cache_precision.is_on:  # the copy is of numbers
+        pages += cache_tokens(component, engine) * kv_numbers_per_token(component, engine)[0] * component.dtype_bytes
+    copied = pages // max(1, architecture.key_value_layers), 2 * states // max(1, len(architecture.linear_attention_layers))
     step = max(prefill_bytes(component, engine), *copied)
     logits = decode_batch(component, engine) * padded_vocabulary(component) * logit_bytes(component, engine)
     parts = {"KV cache": cache, "prefill and sampling": step + logits}
     unpacks = component.model.quantization.is_on and not component.engine_holds_weights
-    if unpacks:
+    if unpacks or engine.settings.precision.is_on:
         parts["unpacked weight"] = unpacked_bytes(component, engine)
     if engine.records_graphs:
         parts["graph buffers"] = graph_bytes(component, engine, with_logits=False)
-    if component.engine_reshards or (component.model.lora.is_on and not unpacks) or engine.is_foreign:
+    if component.engine_reshards or (component.model.lora.is_on and component.engine_holds_weights) or engine.is_foreign:
         parts["refit buckets"] = 2 * engine.bucket_bytes
     return parts
 
 
 def unpacked_bytes(component: Component, engine: Engine) -> int:
-    """A packed policy's largest weight, dense while the engine computes with it."""
+    """The largest weight of a packed policy or a rounded copy, dense while the engine computes with it."""
     a = component.architecture
     widths = [a.ffn_hidden_size] if not a.num_experts or a.dense_layers else [a.expert_ffn_hidden_size, a.shared_ffn_hidden_size]
-    return a.hidden_size * max(widths) * (1 + a.gated_mlp) * component.dtype_bytes // engine.tp
+    item = 2 * 4 if engine.settings.precision.is_on else component.dtype_bytes  # codes, and their products with scales, in float32
+    return a.hidden_size * max(widths) * (1 + a.gated_mlp) * item // engine.tp
 
 
 def cache_bytes(component: Component, engine: Engine) -> int:
@@ -398,7 +421,8 @@ def prefill_bytes(component: Component, engine: Engine) -> int:
     chunk = min(engine.prefill_chunk_tokens, decode_batch(component, engine) * prompt)
     size = chunk * (3 * architecture.hidden_size + 3 * architecture.token_ffn_size // engine.tp) * item
     if prompt > chunk:
-        size += prompt * kv_bytes_per_token(component, engine) // max(1, architecture.key_value_layers) + chunk * prompt * (1 + item)
+        earlier = prompt * kv_numbers_per_token(component, engine)[0] * item // max(1, architecture.key_value_layers)
+        size += earlier + chunk * prompt * (1 + item)
     return size
 
 

@@ -48,9 +48,8 @@ class Estimator:
 
     def sizes(self, component: Component) -> memory.Sizes:
         """Weights and training state; no activations, which `measured` adds and times do not depend on."""
-        return memory.Sizes(
-            stages=self._states(component), train=NOTHING, inference=NOTHING, engine_weights=self._engine_weights(component)
-        )
+        weights, rounded = self._engine_weights(component), self._engine_weights(component, only_rounded=True)
+        return memory.Sizes(stages=self._states(component), train=NOTHING, inference=NOTHING, engine_weights=weights, engine_rounded=rounded)
 
     def measured(self, component: Component, sizes: memory.Sizes) -> memory.Sizes:
         """The sizes with the activations of the component's micro-batches."""
@@ -78,10 +77,10 @@ class Estimator:
             return frozen_bytes(parameters)
         return approximate_state_bytes(parameters, replication(component, self.cluster, stage=1))
 
-    def _engine_weights(self, component: Component) -> int:
+    def _engine_weights(self, component: Component, *, only_rounded: bool = False) -> int:
         embedding, layer, end = self._pieces_of(component)
         layers = [layer] * component.architecture.num_layers
-        return engine_weight_bytes(component, [[embedding, *layers, end]]) if component.engine is not None else 0
+        return engine_weight_bytes(component, [[embedding, *layers, end]], only_rounded=only_rounded)
 
     def _pieces_of(self, component: Component) -> tuple[list[Parameter], list[Parameter], list[Parameter]]:
         """The parameters of a rank's embedding, of one layer, and of the modules after the last one."""

@@ -40,7 +40,16 @@ from aligner.planner.layers import (
     layer_seconds,
     passes,
 )
-from aligner.planner.memory import Sizes, cache_tokens, device_optimizer, host_optimizer, kv_bytes_per_token, state_bytes, trained_bytes
+from aligner.planner.memory import (
+    Sizes,
+    cache_tokens,
+    device_optimizer,
+    host_optimizer,
+    kv_bytes_per_token,
+    kv_numbers_per_token,
+    state_bytes,
+    trained_bytes,
+)
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Tower, padded_vocabulary, stage_layers
 
 DATA_PARALLEL_OVERLAP = 0.5
@@ -266,7 +275,8 @@ def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     a, k, tp = component.architecture, kernels(component, cluster), engine.tp
     linear, _ = layer_flops(component, 1)
     vocabulary = padded_vocabulary(component) / tp
-    kv, state = kv_bytes_per_token(component, engine), 2 * state_bytes(component, engine)  # read and written
+    kv = kv_numbers_per_token(component, engine)[0] * component.dtype_bytes  # codes are numbers while they are computed with
+    state = 2 * state_bytes(component, engine)  # read and written
     attention = 2.0 * a.num_attention_heads / tp * attention_width(a) * a.key_value_layers
     of_experts = expert_bytes(component, sizes.engine_weights, tp)
     # Graphs on a GPU, compiled kernels on a CPU.

@@ -215,7 +215,9 @@ class Component:
     def engine_holds_weights(self) -> bool:
         """Whether sampling needs separate weights."""
         engine = self.engine
-        beside = isinstance(self.architecture, HFArchitecture) or self.model.quantization.is_on  # are sampled from with their adapters
+        rounds = engine is not None and engine.settings.precision.is_on
+        # These are sampled from with their adapters beside them.
+        beside = isinstance(self.architecture, HFArchitecture) or self.model.quantization.is_on or rounds
         merges = self.model.lora.is_on and not beside
         return engine is not None and (engine.own_ranks > 0 or engine.asynchronous or engine.is_foreign or self.engine_reshards or merges)
 

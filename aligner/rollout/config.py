@@ -9,7 +9,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from aligner.errors import ABOVE_0, NOT_NEGATIVE, SHARE, ConfigError, check_range
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, ModelConfig
+from aligner.parallel.topology import ParallelConfig
 from aligner.types import SamplingConfig
 
 
@@ -87,6 +88,11 @@ class TensorRTLLMConfig:
 PAGE_SIZE = 16  # tokens in a page of the key-value cache, unless a kernel needs another size
 KEPT_FEATURES = 1 << 29  # bytes of features of images that the built-in engine keeps
 
+LORA_LAYOUT = (
+    "adapters stay in full precision beside the policy's own weights, rounded; allowed: model, or rollout.tp=parallel.tp, parallel.pp=1, "
+    "parallel.ep=1 and rollout.asynchronous.max_staleness=0"
+)
+
 ENGINES = "aligner.engines"  # group of entry points: engines of other packages
 
 
@@ -111,6 +117,18 @@ class Kernels(str, Enum):
 
     auto = "auto"  # on CPU in float32: C kernels, compiled at first use; on GPU: installed attention kernels
     torch = "torch"  # plain torch
+
+
+class Precision(str, Enum):
+    """What the built-in engine keeps of a number."""
+
+    model = "model"  # model.dtype
+    fp8 = "fp8"  # e4m3, with a scale for each row
+    int8 = "int8"  # 8 bits, with a scale for each row
+
+    @property
+    def is_on(self) -> bool:
+        return self is not Precision.model
 
 
 class RoutingReplay(str, Enum):
@@ -165,6 +183,10 @@ class RolloutConfig:
     refit_bucket_mib: int = 256  # device memory for weights in transfer to the engine, if its layout differs from training's
     verify_refit: VerifyRefit = VerifyRefit.none  # checksum: another pass over the weights on both sides
     kernels: Kernels = Kernels.auto  # of the built-in engine; auto falls back on torch if its kernels are missing
+    # fp8: also the layers' inputs, a scale for each token. A copy of one byte per weight, rounded anew in each refit: in a layout in which
+    # the engine reads the policy's weights in place, it comes in addition to them
+    precision: Precision = Precision.model  # built-in engine: its linear layers' weights, in one byte with fp8 (inputs too) or int8
+    cache_precision: Precision = Precision.model  # built-in engine: its keys and values, in one byte and a scale per head and token
     cuda_graphs: bool = True  # built-in engine on GPU: replay a decode step instead of launching its kernels one by one
     routing_replay: RoutingReplay = RoutingReplay.none  # measure: compare trainer's and engine's experts; replay: train with the engine's
     offload: bool = False  # keep only the weights of the current phase, the engine's or the policy's, on the device
@@ -187,6 +209,12 @@ class RolloutConfig:
     def records_routes(self) -> bool:
         """Whether rollouts have the engine's choice of experts."""
         return self.routing_replay is not RoutingReplay.none
+
+    @property
+    def quantized(self) -> list[str]:
+        """The settings, as typed, by which the engine keeps fewer bits than the model."""
+        given = {"rollout.precision": self.precision, "rollout.cache_precision": self.cache_precision}
+        return [f"{name}={kind.value}" for name, kind in given.items() if kind.is_on]
 
     @property
     def replays_routes(self) -> bool:
@@ -223,6 +251,24 @@ def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, 
     check_settings(config, tp=tp)
 
 
+def check_precision(config: RolloutConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if the weights of a policy like this cannot be sampled from in the precision of `config`."""
+    for setting in config.quantized:
+        if model.batch_invariant:
+            raise ConfigError(f"{setting}: model.batch_invariant=true is for log-probs of the trainer's own bits; allowed: model")
+    if not config.precision.is_on:
+        return
+    setting, lora = f"rollout.precision={config.precision.value}", model.lora
+    if model.quantization.is_on:
+        raise ConfigError(f"{setting}: the engine reads the weights of model.quantization={model.quantization.value}; allowed: model")
+    if not lora.is_on:
+        return
+    if lora.dora:
+        raise ConfigError(f"{setting}: adapters of model.lora.dora=true are merged before sampling; allowed: model, or lora.dora=false")
+    if (config.tp or parallel.tp) != parallel.tp or parallel.pp > 1 or parallel.ep > 1 or config.asynchronous.max_staleness:
+        raise ConfigError(f"{setting}: {LORA_LAYOUT}")
+
+
 def check_untrained(config: RolloutConfig, why: str) -> None:
     """Raise ConfigError for settings that only matter for training on the samples; `why` describes their use instead."""
     if config.asynchronous.max_staleness:
@@ -235,6 +281,8 @@ def check_settings(config: RolloutConfig, *, tp: int) -> None:
     """Raise ConfigError if the engine of `config` does not support its other settings, with replicas of `tp` ranks."""
     if config.engine in (EngineKind.megatron, EngineKind.auto):  # auto uses megatron for settings that others do not support
         return
+    for setting in config.quantized:
+        raise ConfigError(f"{setting}: is for the built-in engine, not rollout.engine={config.engine}; allowed: model, or megatron")
     if config.engine == EngineKind.tensorrt_llm:
         config.tensorrt_llm.check_sampling(config.sampling)
     elif config.engine == EngineKind.vllm:

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from aligner.models.config import Architecture
 from aligner.models.modules.windowed_attention import Form, masked, sees
 from aligner.models.modules.windowed_attention import attend as windowed_attend
+from aligner.rollout.builtin.quantized import decoded, encoded, scales_of
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
@@ -79,17 +80,21 @@ class PagedKV:
 
     The last page belongs to no sequence: rows that only fill up a batch of a fixed size write there. Slots without a token hold finite
     numbers, which attention weighs with 0.
+
+    With `scales` keys and values are codes (`aligner.rollout.builtin.quantized`), and these have their scales [layers, pages, page_size,
+    groups, 1], in the dtype of the numbers.
     """
 
     keys: Tensor
     values: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
     routes: Tensor | None = None
     states: SeatStates | None = None  # where some layers have no keys and values
 
     @property
     def tensors(self) -> list[Tensor]:
         """Everything that pages hold, [layers, pages, ...] each."""
-        return [self.keys, self.values] if self.routes is None else [self.keys, self.values, self.routes]
+        return [self.keys, self.values, *(self.scales or ()), *(() if self.routes is None else (self.routes,))]
 
     @property
     def page_size(self) -> int:
@@ -107,6 +112,31 @@ class PagedKV:
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer by slot, [pages * page_size, groups, D]: views."""
         return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+
+    def put(self, layer: int, slots: Tensor, mixed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Write tokens' keys and values [N, groups, D]; returns them as the cache has them."""
+        if self.scales is None:
+            for place, own in zip(self.slots(layer), mixed, strict=True):
+                place.index_copy_(0, slots, own)
+            return mixed
+        kept = []
+        for place, scales, own in zip(self.slots(layer), self.scales, mixed, strict=True):
+            factors = scales_of(own, place.dtype, dtype=scales.dtype)
+            codes = encoded(own, factors, place.dtype)
+            place.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+            scales[layer].flatten(0, 1).index_copy_(0, slots, factors)
+            kept.append(decoded(codes, factors))
+        return kept[0], kept[1]
+
+    def read(self, layer: int, index: Tensor, *, by_slot: bool = False) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values in the pages `index` of a layer, [*index, page_size, groups, D]; or in slots, [*index, groups, D]."""
+
+        def taken(tensor: Tensor) -> Tensor:
+            return (tensor[layer].flatten(0, 1) if by_slot else tensor[layer])[index]
+
+        if self.scales is None:
+            return taken(self.keys), taken(self.values)
+        return decoded(taken(self.keys), taken(self.scales[0])), decoded(taken(self.values), taken(self.scales[1]))
 
     def clear(self) -> None:
         """Empty the cache: results of earlier weights must not come up anywhere."""
@@ -381,13 +411,13 @@ class GatheredAttention:
 
     def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
         """The tokens of one chunk: [S, groups, queries per group, D] -> the same shape."""
-        keys, values = (tensor[part.slots][None] for tensor in cache.slots(layer))
-        return self.fresh(queries[None], keys, values)[0]
+        keys, values = cache.read(layer, part.slots, by_slot=True)
+        return self.fresh(queries[None], keys[None], values[None])[0]
 
 
 def gathered(cache: PagedKV, layer: int, plan: DecodePlan) -> tuple[Tensor, Tensor]:
     """Keys and values [B, groups, P * page_size, D] of the pages that a decode step looks at."""
-    keys, values = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
+    keys, values = (tensor.flatten(1, 2).transpose(1, 2) for tensor in cache.read(layer, plan.pages))
     return keys, values
 
 

@@ -57,9 +57,10 @@ from aligner.rollout.builtin.decode_layers import (
 )
 from aligner.rollout.builtin.graphs import CudaCapture, DecodeGraphs
 from aligner.rollout.builtin.paged_kernels import flash_attention
+from aligner.rollout.builtin.quantized import CODES
 from aligner.rollout.builtin.sampling import FusedDraw
 from aligner.rollout.builtin.weights import Affine, FeedForward, LayerWeights, ModelWeights, linear, tensors
-from aligner.rollout.config import PAGE_SIZE, Kernels
+from aligner.rollout.config import PAGE_SIZE, Kernels, Precision
 from aligner.types import route_dtype
 
 
@@ -70,6 +71,11 @@ class Shards:
     index: int = 0
     count: int = 1
     group: dist.ProcessGroup | None = None
+
+    @property
+    def across(self) -> dist.ProcessGroup | None:
+        """The group, if others have shares too."""
+        return self.group if self.count > 1 else None
 
 
 class Decoder:
@@ -92,12 +98,16 @@ class Decoder:
         cuda_graphs: bool = True,
         records_routes: bool = False,
         float32_logits: bool = True,
+        cache_precision: Precision = Precision.model,
     ) -> None:
         self.weights = weights
         self.architecture = architecture
         self.shards = shards
         self.max_sequence_length = max_sequence_length
         self.records_routes = records_routes
+        self.cache_precision = cache_precision
+        if cache_precision.is_on:
+            kernels = Kernels.torch  # the others read numbers
         self._float32_logits = float32_logits and weights.output.dtype.itemsize <= 2
         self._recorded: tuple[Tensor, Tensor] | None = None  # the cache's routes, and the slots of this pass's tokens
         self.head_dim = architecture.head_dim
@@ -135,12 +145,15 @@ class Decoder:
         weight = self.weights.embedding
         architecture, size = self.architecture, (num_pages + 1, self.page_size)
         shape = (len(self._cached), *size, self.groups, self.head_dim)
-        keys, values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        dtype, scales, routes = CODES.get(self.cache_precision, weight.dtype), None, None
+        keys, values = (torch.zeros(shape, dtype=dtype, device=weight.device) for _ in range(2))
+        if self.cache_precision.is_on:
+            scales = (weight.new_zeros(*shape[:-1], 1), weight.new_zeros(*shape[:-1], 1))
+        if self.records_routes:
+            shape, dtype = (len(self.weights.layers), *size, architecture.experts_per_token), route_dtype(architecture.num_experts)
+            routes = torch.zeros(shape, dtype=dtype, device=weight.device)
         states = SeatStates(architecture, self.shards.count, weight) if self.delta.number else None
-        if not self.records_routes:
-            return PagedKV(keys=keys, values=values, states=states)
-        shape, dtype = (len(self.weights.layers), *size, architecture.experts_per_token), route_dtype(architecture.num_experts)
-        return PagedKV(keys=keys, values=values, states=states, routes=torch.zeros(shape, dtype=dtype, device=weight.device))
+        return PagedKV(keys=keys, values=values, scales=scales, routes=routes, states=states)
 
     @property
     def keeps_addresses(self) -> bool:
@@ -294,8 +307,7 @@ class Decoder:
         (queries, keys, values), gates = mixed[:3], mixed[3:]
         queries = self.rotary.tempered(queries, number, plan.positions)
         place = self._cached[number]
-        for slot, own in zip(cache.slots(place), (keys, values), strict=True):
-            slot.index_copy_(0, plan.slots, own)
+        keys, values = cache.put(place, plan.slots, (keys, values))  # every token reads what the cache has, in any pass
         if isinstance(plan, PrefillPlan):
             out = prefill_attention((queries, keys, values), cache, place, plan, self._attentions[number])
         else:

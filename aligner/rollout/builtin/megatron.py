@@ -64,6 +64,7 @@ class MegatronEngine:
             cuda_graphs=config.cuda_graphs and (self.shards.count == 1 or dist.get_backend(self.shards.group) == "nccl"),  # gloo: none
             records_routes=config.records_routes,
             float32_logits=chunk.float32_logits,
+            cache_precision=config.cache_precision,
         )
         self.eyes: Eyes | None = None
         if isinstance(chunk.architecture, SeeingArchitecture):

@@ -165,6 +165,8 @@ class OwnModulesEngine:
             )
         if config.records_routes:
             raise ConfigError(f"rollout.routing_replay={config.routing_replay.value}: {who}; allowed: none")
+        for setting in config.quantized:
+            raise ConfigError(f"{setting}: {who}; allowed: model")
         self.version = 0
         self.max_sequence_length = chunk.max_sequence_length
         self.replica = Replica(index=dist.get_rank(), count=dist.get_world_size())

@@ -14,7 +14,7 @@ that setting.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.errors import EngineError
+from aligner.errors import ConfigError, EngineError
 from aligner.models.modules.build import LanguageModel
 from aligner.models.modules.linear import linear_weight, weight_storage
 from aligner.models.modules.lora import MergedWeights
@@ -32,8 +32,9 @@ from aligner.parallel.collectives import together
 from aligner.parallel.reshard import Move, Sharding, pieces, plan
 from aligner.parallel.transfer import Lanes, Refill, block_group, sum_over_holders
 from aligner.rollout.builtin.decode import Shards
-from aligner.rollout.builtin.weights import ModelWeights, by_role, moves, named_parameters, usable_in_place, with_adapters
-from aligner.rollout.config import RolloutConfig, VerifyRefit, check_splits
+from aligner.rollout.builtin.quantized import QuantizedWeight, quantized_room
+from aligner.rollout.builtin.weights import ModelWeights, adapters_of, by_role, moves, named_parameters, usable_in_place, with_adapters
+from aligner.rollout.config import LORA_LAYOUT, Precision, RolloutConfig, VerifyRefit, check_splits
 from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, along, global_manifest, named_few, not_finite
 
 MIB = 2**20
@@ -41,60 +42,75 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 class TrainingWeights:
-    """The training parameters, read in place: a refit moves nothing."""
+    """The training parameters, read in place: a refit moves nothing. With `rollout.precision` rounded copies of the linear layers'."""
 
-    def __init__(self, chunk: LanguageModel, *, checked: bool) -> None:
+    def __init__(self, chunk: LanguageModel, *, checked: bool, precision: Precision) -> None:
         groups = chunk.pg_collection
         self._chunk, self.named = chunk, named_parameters([chunk])  # all weights by their global names
         self._checked = checked
-        self.model: ModelWeights = by_role(with_adapters(chunk, self.named), chunk.architecture)
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
+        self._rounded = quantized_room(_shapes(self.named), precision, chunk.config.params_dtype, self.shards.across, adapters_of(chunk))
+        self._room = Room(self._rounded.values())
+        self.model: ModelWeights = by_role(with_adapters(chunk, self.named) | self._rounded, chunk.architecture)
 
     def allocate(self) -> None:
-        """They are always there."""
+        """The parameters are always there: allocate the rounded copies again, with any contents."""
+        self._room.allocate()
 
     def release(self) -> None:
-        """They are always there."""
+        """Release the memory of the rounded copies."""
+        self._room.release()
 
     def fill(self) -> int:
-        """Moves 0 bytes. Raises EngineError for numbers that are not finite, if `checked`."""
+        """Returns the bytes of the rounded copies. Raises EngineError for numbers that are not finite, if `checked`."""
         if self._checked:
             own = ((name, linear_weight(parameter).storage[-1]) for name, parameter in self._chunk.named_parameters())
             _refuse_not_finite(dict(own))  # of packed ones the scales
-        return 0
+        return _round(self._rounded, self.named)
 
 
 class SnapshotWeights(TrainingWeights):
     """A copy of the training parameters in their own layout: a refit copies them on each rank. The constructor is collective."""
 
-    def __init__(self, chunk: LanguageModel, *, checked: bool) -> None:
-        super().__init__(chunk, checked=checked)
+    def __init__(self, chunk: LanguageModel, *, checked: bool, precision: Precision) -> None:
+        super().__init__(chunk, checked=checked, precision=precision)
         self._trained = self.named
-        specs = {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self._trained.items()}
+        specs = {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self.named.items() if name not in self._rounded}
         self.named = allocated(specs, stacked=_stacks())
-        self.model = by_role(self.named, chunk.architecture)
         # A group of their own: in training's the collectives of the two threads would meet.
         self.shards = replace(self.shards, group=block_group(self.shards.count))
+        self._rounded = {name: replace(one, group=one.group and self.shards.across) for name, one in self._rounded.items()}
+        self.model = by_role(self.named | self._rounded, chunk.architecture)
 
     @torch.no_grad()
     def fill(self) -> int:
         """Copy the policy's weights; returns the copied bytes. Raises EngineError naming weights that are not finite."""
-        torch._foreach_copy_(list(self.named.values()), [parameter.detach() for parameter in self._trained.values()])
-        _refuse_not_finite(self.named)
+        torch._foreach_copy_(list(self.named.values()), [self._trained[name].detach() for name in self.named])
+        _refuse_not_finite(self._trained)
+        rounded = _round(self._rounded, self._trained)
         differs = [name for name, copy in self.named.items() if self._checked and not torch.equal(copy, self._trained[name])]
         if differs:
             raise EngineError(f"{named_few(differs)} of {len(self.named)} tensors are not what training holds")
-        return sum(tensor.nbytes for tensor in self.named.values())
+        return rounded + sum(tensor.nbytes for tensor in self.named.values())
 
 
 class OwnWeights:
     """A copy split over blocks of `tp` consecutive ranks; filled on demand. Construction and filling are collective over the component.
 
-    `apart`: sampling runs in another thread than training, in groups of its own.
+    `apart`: sampling runs in another thread than training, in groups of its own. Weights that are rounded arrive in the model's precision,
+    a layer at a time.
     """
 
     def __init__(
-        self, chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int, verified: bool, takes_turns: bool, apart: bool = False
+        self,
+        chunks: Sequence[LanguageModel],
+        *,
+        tp: int,
+        bucket_bytes: int,
+        verified: bool,
+        takes_turns: bool,
+        apart: bool = False,
+        precision: Precision = Precision.model,
     ) -> None:
         groups, architecture = chunks[0].pg_collection, chunks[0].architecture
         # If the block has as many ranks as a tensor-parallel group, the two are equal.
@@ -104,26 +120,28 @@ class OwnWeights:
         self._chunks = chunks
         self._moves = moves(chunks, tp=tp)
         check_moves(self._moves, chunks)
-        self._refill = Refill(plan(self._moves, bucket_bytes=bucket_bytes), lanes=self._lanes, index=self.shards.index)
         self._verified = verified
         # The first rank's vocabulary rows: the last rank may have fewer, but all must hold equally many.
-        self.named = allocated(
-            {move.name: TensorSpec(shape=move.target_shape(0), dtype=move.dtype) for move in self._moves}, stacked=_stacks()
-        )
-        storages = (tensor.untyped_storage() for tensor in self.named.values())
-        self._storages = {storage._cdata: (storage, storage.nbytes()) for storage in storages}  # experts may share one
+        self._specs = {move.name: TensorSpec(shape=move.target_shape(0), dtype=move.dtype) for move in self._moves}
+        self._rounded = quantized_room(_shapes(self._specs), precision, chunks[0].config.params_dtype, self.shards.across)
+        self.named = allocated({name: spec for name, spec in self._specs.items() if name not in self._rounded}, stacked=_stacks())
+        parts: dict[str, list[Move]] = {}
+        for move in self._moves:  # those that are rounded layer by layer, decoder.layers.NUMBER
+            parts.setdefault(".".join(move.name.split(".")[:3]) if move.name in self._rounded else "", []).append(move)
+        self._parts = [
+            (part, Refill(plan(part, bucket_bytes=bucket_bytes), lanes=self._lanes, index=self.shards.index)) for part in parts.values()
+        ]
+        self._room = Room([*self.named.values(), *self._rounded.values()])
         self._training = HostMemory(kept=lambda: weight_storage(chunks)) if takes_turns else None
-        self.model: ModelWeights = by_role(self.named, architecture)
+        self.model: ModelWeights = by_role(self.named | self._rounded, architecture)
 
     def allocate(self) -> None:
         """Allocate the memory again, with any contents."""
-        for storage, size in self._storages.values():
-            storage.resize_(size)
+        self._room.allocate()
 
     def release(self) -> None:
         """Release the memory, and move the policy's weights back if the two alternate."""
-        for storage, _ in self._storages.values():
-            storage.resize_(0)
+        self._room.release()
         if self._training is not None:
             self._training.move_in()
 
@@ -135,22 +153,58 @@ class OwnWeights:
         """
         sources = named_parameters(self._chunks)
         together(lambda: check_sources(self._moves, sources, self._lanes), "checking the weights to send", error=EngineError)
-        merged = MergedWeights(sources, self._chunks)
-        self._refill.run(merged, self.named)
-        held = {move.name: self.named[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in self._moves}
-        wanted = expected(self._moves, merged, self._lanes) if self._verified else None
-        together(lambda: self._check_arrived(held, wanted), "checking the weights that arrived", error=EngineError)
+        merged, num_bytes = MergedWeights(sources, self._chunks), 0
+        for part, refill in self._parts:
+            num_bytes += self._fill_part(part, refill, merged)
         if self._training is not None:
             self._training.move_out()
-        return self._refill.bytes_per_run
+        return num_bytes
 
-    def _check_arrived(self, held: Mapping[str, Tensor], wanted: Tensor | None) -> None:
+    def _fill_part(self, part: Sequence[Move], refill: Refill, merged: Mapping[str, Tensor]) -> int:
+        rounded = {move.name: self._rounded[move.name] for move in part if move.name in self._rounded}
+        arrived = self.named | allocated({name: self._specs[name] for name in rounded}, stacked=False)
+        refill.run(merged, arrived)
+        held = {move.name: arrived[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in part}
+        wanted = expected(part, merged, self._lanes) if self._verified else None
+        together(lambda: self._check_arrived(part, held, wanted), "checking the weights that arrived", error=EngineError)
+        _round(rounded, arrived)
+        return refill.bytes_per_run
+
+    def _check_arrived(self, part: Sequence[Move], held: Mapping[str, Tensor], wanted: Tensor | None) -> None:
         _refuse_not_finite(held)
         if wanted is None:
             return
-        differs = wanted[:, self.shards.index] != found(self._moves, held, self.shards.index)
-        if names := [move.name for move, bad in zip(self._moves, differs.tolist(), strict=True) if bad]:
+        differs = wanted[:, self.shards.index] != found(part, held, self.shards.index)
+        if names := [move.name for move, bad in zip(part, differs.tolist(), strict=True) if bad]:
             raise EngineError(f"{named_few(names)} of {len(self._moves)} tensors arrived with a different checksum")
+
+
+class Room:
+    """The memory of weights, which can be released and allocated again."""
+
+    def __init__(self, weights: Iterable[Tensor | QuantizedWeight]) -> None:
+        own = [tensor for one in weights for tensor in (one.own if isinstance(one, QuantizedWeight) else (one,))]
+        storages = (tensor.untyped_storage() for tensor in own)
+        self._storages = {storage._cdata: (storage, storage.nbytes()) for storage in storages}  # experts may share one
+
+    def allocate(self) -> None:
+        for storage, size in self._storages.values():
+            storage.resize_(size)
+
+    def release(self) -> None:
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
+
+
+def _shapes(tensors: Mapping[str, Tensor | TensorSpec]) -> dict[str, torch.Size]:
+    return {name: torch.Size(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _round(rounded: Mapping[str, QuantizedWeight], sources: Mapping[str, Tensor]) -> int:
+    """Give them these numbers; returns their bytes."""
+    for name, weight in rounded.items():
+        weight.take(sources[name])
+    return sum(tensor.nbytes for weight in rounded.values() for tensor in weight.own)
 
 
 def _stacks() -> bool:
@@ -181,10 +235,14 @@ def rollout_weights(chunks: Sequence[LanguageModel], config: RolloutConfig) -> T
     tp = config.tp or chunk.pg_collection.tp.size()
     check_splits(chunk.architecture, tp=tp, world_size=dist.get_world_size())
     verified = config.verify_refit == VerifyRefit.checksum
-    if usable_in_place(chunk, tp=tp) and not (apart and chunk.quantization.is_on):  # a copy has its adapters merged
-        return (SnapshotWeights if apart else TrainingWeights)(chunk, checked=verified)
+    precision = config.precision
+    if usable_in_place(chunk, tp=tp, rounds=precision.is_on) and not (apart and chunk.lora.is_on):  # a copy has its adapters merged
+        return (SnapshotWeights if apart else TrainingWeights)(chunk, checked=verified, precision=precision)
+    if precision.is_on and chunk.lora.is_on:
+        raise ConfigError(f"rollout.precision={precision.value}: {LORA_LAYOUT}")
     bucket_bytes = config.refit_bucket_mib * MIB
-    return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes, verified=verified, takes_turns=config.offload, apart=apart)
+    own = {"tp": tp, "bucket_bytes": bucket_bytes, "verified": verified, "precision": precision}
+    return OwnWeights(chunks, **own, takes_turns=config.offload, apart=apart)
 
 
 def check_moves(moved: Sequence[Move], chunks: Sequence[LanguageModel]) -> None:

@@ -24,6 +24,7 @@ from aligner.models.modules.lora import Adapter, named_adapters
 from aligner.models.modules.scalar_head import HEAD
 from aligner.models.weights import Place, all_places, tensor_group
 from aligner.parallel.reshard import Move, Sharding, even, grouped, padded, replicated
+from aligner.rollout.builtin.quantized import QuantizedWeight
 
 POSITIONS = "embedding.position_embeddings.weight"
 
@@ -51,15 +52,18 @@ class AdaptedWeight:
         return (*linear_weight(self.parameter).storage, *(() if self.adapter is None else self.adapter.parameters()))
 
 
+Stored = AdaptedWeight | QuantizedWeight  # a linear layer's weight in another form than a tensor of its numbers
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Affine:
     """Weight and bias (if any) of a linear layer or a norm."""
 
-    weight: Tensor  # or an `AdaptedWeight`, of the linear layers that `linear` computes
+    weight: Tensor  # or a `Stored`, of the linear layers that `linear` computes
     bias: Tensor | None
 
 
-def linear(x: Tensor, weight: Tensor | AdaptedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of a weight in either form."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
@@ -67,7 +71,7 @@ def linear(x: Tensor, weight: Tensor | AdaptedWeight, bias: Tensor | None = None
     return out if bias is None else out + bias
 
 
-def dense(weight: Tensor | AdaptedWeight) -> Tensor:
+def dense(weight: Tensor | Stored) -> Tensor:
     """A weight's numbers in either form."""
     return weight if isinstance(weight, Tensor) else weight.numbers()
 
@@ -142,7 +146,7 @@ def tensors(weights: Any) -> Iterator[Tensor]:
     """All tensors of a `ModelWeights` (or of a part of one), always in the same order."""
     if isinstance(weights, Tensor):
         yield weights
-    elif isinstance(weights, AdaptedWeight):
+    elif isinstance(weights, Stored):
         yield from weights.storage
     elif weights is not None:
         for part in weights if isinstance(weights, tuple) else [getattr(weights, one.name) for one in fields(weights)]:
@@ -233,9 +237,14 @@ def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:
     }
 
 
+def adapters_of(chunk: LanguageModel) -> dict[str, Adapter]:
+    """A chunk's adapters by the global names of their layers' weights."""
+    return {global_name(chunk, f"{name}.weight"): adapter for name, adapter in named_adapters(chunk)}
+
+
 def with_adapters(chunk: LanguageModel, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """`parameters` of a chunk by global name, the packed ones as `AdaptedWeight`."""
-    adapters = {global_name(chunk, f"{name}.weight"): adapter for name, adapter in named_adapters(chunk)}
+    adapters = adapters_of(chunk)
     return {
         name: AdaptedWeight(parameter, adapters.get(name)) if isinstance(linear_weight(parameter), PackedWeight) else parameter
         for name, parameter in parameters.items()
@@ -273,13 +282,14 @@ def _shardings(place: Place, architecture: Architecture, *, old_tp: int, tp: int
     return even(size, old_tp, dim=dim, blocks=layout.blocks), even(size, tp, dim=dim, blocks=layout.blocks)
 
 
-def usable_in_place(chunk: LanguageModel, *, tp: int) -> bool:
+def usable_in_place(chunk: LanguageModel, *, tp: int, rounds: bool = False) -> bool:
     """Whether rollouts with `tp` ranks to a model can read the training parameters: every rank holds all that it needs.
 
-    Of models with adapters only those whose weights are packed, without DoRA: with others the engine computes with merged weights.
+    Of models with adapters only those whose weights are packed, or are rounded by the engine, without DoRA: with others the engine computes
+    with merged weights.
     """
     groups, architecture = chunk.pg_collection, chunk.architecture
-    if chunk.lora.is_on and (chunk.lora.dora or not chunk.quantization.is_on):
+    if chunk.lora.is_on and (chunk.lora.dora or not (chunk.quantization.is_on or rounds)):
         return False
     same = groups.tp.size() == tp and groups.pp.size() == 1 and architecture.num_key_value_heads % tp == 0
     if not architecture.num_experts:

@@ -45,7 +45,7 @@ def own_weights(monkeypatch) -> None:
     """Engines keep weights of their own although this one process could read the parameters in place."""
     from aligner.rollout.builtin import refit
 
-    monkeypatch.setattr(refit, "usable_in_place", lambda chunk, *, tp: False)
+    monkeypatch.setattr(refit, "usable_in_place", lambda chunk, *, tp, rounds: False)
 
 
 def bytes_of(engine) -> int:
@@ -81,7 +81,7 @@ def test_own_and_shared_weights_give_the_same_samples(make_model, own_weights, m
     architecture |= {"qkv_bias": False, "tied_embeddings": False}
     policy = make_model("policy", architecture=architecture)
     own = engine_of(policy)
-    monkeypatch.setattr(refit, "usable_in_place", lambda chunk, *, tp: True)
+    monkeypatch.setattr(refit, "usable_in_place", lambda chunk, *, tp, rounds: True)
     shared = engine_of(policy)
     assert shared.engine.decoder.weights.layers[0].qkv.weight is policy.module.decoder.layers[0].self_attention.linear_qkv.weight
     assert own.engine.decoder.weights.layers[0].qkv.weight is not shared.engine.decoder.weights.layers[0].qkv.weight

@@ -182,7 +182,7 @@ def load() -> Library | None:
 def fits(weights: ModelWeights, architecture: Architecture) -> bool:
     """Whether the kernels support this model with these weights."""
     layer = weights.layers[0]
-    if unusual(architecture) or not isinstance(layer.attention_out.weight, Tensor):
+    if unusual(architecture) or not isinstance(layer.attention_out.weight, Tensor):  # packed, or rounded
         return False
     used = (weights.embedding, weights.output, layer.qkv.weight, layer.attention_out.weight, layer.experts[0].up.weight)
     return all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in used)
