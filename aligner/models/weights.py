@@ -213,20 +213,22 @@ def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = Tru
                 part.parameter.copy_(tensor)
 
 
-def export_hf(chunks: Sequence[Chunk], *, with_policy_head: bool = False) -> Iterator[tuple[str, Tensor]]:
+def export_hf(chunks: Sequence[Chunk], *, merged: bool = True, with_policy_head: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor in the parameter's dtype) in the order of Hugging Face's model; heads last, tied copies never.
     A policy's head of values, which its readers do not know, is left out without `with_policy_head`.
 
     Collective over the whole component: every rank consumes the stream to its end, and every rank gets every tensor, one at a time.
-    A tensor is to be used, or copied, before the next one is asked for; it may be the parameter itself. Adapters are in the weights.
+    A tensor is to be used, or copied, before the next one is asked for; it may be the parameter itself. `merged`: adapters
+    are in the weights.
     """
     chunk = chunks[0]
     if isinstance(chunk, WholeChunk):
-        yield from chunk.file_tensors(with_policy_head=with_policy_head)
+        yield from chunk.file_tensors(merged=merged, with_policy_head=with_policy_head)
         return
     table = weight_names(chunk.architecture)
     stacks: dict[str, Tensor] = {}  # of experts, that are not complete
-    own = MergedWeights({part.place.name: part.parameter for part in named_shards(chunks) if not part.place.is_copy}, chunks)
+    parameters = {part.place.name: part.parameter for part in named_shards(chunks) if not part.place.is_copy}
+    own = MergedWeights(parameters, chunks if merged else [])
     for place in all_places(chunks, with_policy_head=with_policy_head):
         tensor = shard_anywhere(chunk, place, own.get(place.name))
         if place.name.startswith(HEAD):

@@ -49,7 +49,9 @@ class Estimator:
     def sizes(self, component: Component) -> memory.Sizes:
         """Weights and training state; no activations, which `measured` adds and times do not depend on."""
         weights, rounded = self._engine_weights(component), self._engine_weights(component, only_rounded=True)
-        return memory.Sizes(stages=self._states(component), train=NOTHING, inference=NOTHING, engine_weights=weights, engine_rounded=rounded)
+        return memory.Sizes(
+            stages=self._states(component), train=NOTHING, inference=NOTHING, engine_weights=weights, engine_rounded=rounded
+        )
 
     def measured(self, component: Component, sizes: memory.Sizes) -> memory.Sizes:
         """The sizes with the activations of the component's micro-batches."""

@@ -112,6 +112,14 @@ class VerifyRefit(str, Enum):
     checksum = "checksum"  # every weight must equal training's bit for bit, in its place
 
 
+class Refit(str, Enum):
+    """What a package's engine gets of a policy that trains adapters (`model.lora`)."""
+
+    auto = "auto"  # adapters if engine and model can take them alone, else merged
+    adapters = "adapters"  # the weights under them once, then the adapters alone
+    merged = "merged"  # all weights, with the adapters in them
+
+
 class Kernels(str, Enum):
     """The kernels of the built-in engine."""
 
@@ -182,6 +190,7 @@ class RolloutConfig:
     share_work: ShareWork = ShareWork.auto  # whether replicas share one queue of prompts
     refit_bucket_mib: int = 256  # device memory for weights in transfer to the engine, if its layout differs from training's
     verify_refit: VerifyRefit = VerifyRefit.none  # checksum: another pass over the weights on both sides
+    refit: Refit = Refit.auto  # of vLLM under model.lora: adapters alone (megabytes a step), or merged; auto: adapters where it can
     kernels: Kernels = Kernels.auto  # of the built-in engine; auto falls back on torch if its kernels are missing
     # fp8: also the layers' inputs, a scale for each token. A copy of one byte per weight, rounded anew in each refit: in a layout in which
     # the engine reads the policy's weights in place, it comes in addition to them
@@ -202,6 +211,11 @@ class RolloutConfig:
         for name, least in (("max_batch_size", 1), ("kv_cache_tokens", 0), ("prefill_chunk_tokens", 1), ("tp", 0), ("refit_bucket_mib", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be at least {least}")
+        if self.refit is Refit.adapters and self.engine not in (EngineKind.vllm, EngineKind.auto):
+            raise ConfigError(
+                f"rollout.refit=adapters: rollout.engine={self.engine} does not take adapters alone; allowed: auto, merged, or "
+                "rollout.engine=vllm"
+            )
         if self.asynchronous.max_staleness:
             self._check_asynchronous()
 

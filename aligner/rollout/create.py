@@ -36,16 +36,17 @@ from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects, together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
+from aligner.rollout.adapters import adapters_alone, reason_to_merge
 from aligner.rollout.builtin.megatron import MegatronEngine
 from aligner.rollout.builtin.own_modules import OwnModulesEngine, has_states
 from aligner.rollout.builtin.refit import MIB
-from aligner.rollout.config import ENGINES, EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine, check_settings
+from aligner.rollout.config import ENGINES, EngineKind, Refit, RolloutConfig, ShareWork, VerifyRefit, check_engine, check_settings
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.engine.episodes import Conversing
-from aligner.rollout.engine.foreign import StreamedEngine, kept_together
+from aligner.rollout.engine.foreign import Adapters, StreamedEngine, kept_together
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.lifecycle import PhasedEngine
-from aligner.rollout.engine.manifest import hf_manifest, manifest_of
+from aligner.rollout.engine.manifest import Manifest, hf_manifest, manifest_of
 from aligner.rollout.engine.work import WorkSharing
 from aligner.rollout.tensorrt_llm import contract as tensorrt_llm_contract
 from aligner.rollout.vllm.engine import INSTALL, VLLMEngine
@@ -144,24 +145,29 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     directory = own_directory("aligner-engine-")  # these packages read a model's sizes from it
     hf = with_axes(architecture_to_hf(sizes)) | {"dtype": str(dtype).removeprefix("torch.")}
     (Path(directory.name) / "config.json").write_text(json.dumps(hf))
-    export: Callable[[], Iterator[tuple[str, Tensor]]] = policy.export_weights
-    if isinstance(chunk, HFChunk):
-        manifest, export = manifest_of(kept_together(chunk.file_outline())), lambda: kept_together(policy.export_weights())
-    else:
-        manifest = hf_manifest(sizes, dtype)
-    make = partial(_foreign, config, chunk, Path(directory.name), sizes, tp=tp, eos_id=eos_id, weight_bytes=manifest.num_bytes)
+    is_own = isinstance(chunk, HFChunk)
+    manifest = manifest_of(kept_together(chunk.file_outline())) if is_own else hf_manifest(sizes, dtype)
+    reason = "rollout.refit=merged" if config.refit is Refit.merged else reason_to_merge(chunk, config.engine)
+    if reason and config.refit is Refit.adapters:
+        raise ConfigError(f"rollout.refit=adapters: {reason}; allowed: auto, merged")
+    adapters = None if reason else adapters_alone(policy.chunks, manifest)
+    make = partial(_foreign, config, chunk, Path(directory.name), sizes, tp=tp, eos_id=eos_id, weights=manifest, adapters=adapters)
     foreign = together(make, "making the rollout engine", error=EngineError)
 
     def cut(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
         name, tensor = named
         return name, tensor[: manifest.tensors[name].shape[0]] if name in manifest.tensors else tensor
 
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        named = policy.export_weights(merged=stream.adapters is None)
+        return map(cut, kept_together(named) if is_own else named)
+
     rank, size = dist.get_rank(), dist.get_world_size()
     replica = Replica(index=rank // tp, count=size // tp, is_leader=rank % tp == 0)
     parameters = HostMemory(kept=lambda: weight_storage(policy.chunks))
-    return StreamedEngine(
+    stream = StreamedEngine(
         foreign,
-        lambda: map(cut, export()),
+        weights,
         manifest,
         replica,
         bucket_bytes=config.refit_bucket_mib * MIB,
@@ -169,10 +175,28 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
         policy=parameters if config.offload else None,
         at_end=directory.cleanup,
     )
+    if isinstance(foreign, VLLMEngine) and foreign.adapters is not None:
+        stream.adapters = adapters
+    elif chunk.lora.is_on:
+        reason = reason or foreign.merges  # type: ignore[attr-defined]
+        if config.refit is Refit.adapters:
+            stream.shutdown()
+            raise ConfigError(f"rollout.refit=adapters: {reason}; allowed: auto, merged")
+        if rank == 0 and config.refit is Refit.auto:
+            print(f"rollout.refit=auto: merged, every refit sends all weights: {reason}", flush=True)
+    return stream
 
 
 def _foreign(
-    config: RolloutConfig, chunk: Chunk, directory: Path, sizes: Architecture, *, tp: int, eos_id: int, weight_bytes: int
+    config: RolloutConfig,
+    chunk: Chunk,
+    directory: Path,
+    sizes: Architecture,
+    *,
+    tp: int,
+    eos_id: int,
+    weights: Manifest,
+    adapters: Adapters | None,
 ) -> ForeignEngine:
     given = {"path": directory, "dtype": chunk.config.params_dtype, "max_sequence_length": chunk.max_sequence_length}
     if config.engine == EngineKind.tensorrt_llm:
@@ -180,7 +204,9 @@ def _foreign(
 
         return TensorRTLLMEngine(config, **given, eos_id=eos_id, tp=tp)
     if config.engine == EngineKind.vllm:
-        return VLLMEngine(config, **given, architecture=sizes, eos_id=eos_id, tp=tp, weight_bytes=weight_bytes, vision=chunk.vision)
+        lora, held = (None, weights.num_bytes) if adapters is None else (adapters.manifest, weights.num_bytes + adapters.manifest.num_bytes)
+        given |= {"eos_id": eos_id, "tp": tp, "weight_bytes": held, "vision": chunk.vision, "lora": lora}
+        return VLLMEngine(config, **given, architecture=sizes)
     (entry,) = entry_points(group=ENGINES, name=config.engine)
     return entry.load()(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
 

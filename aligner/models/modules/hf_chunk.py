@@ -236,9 +236,9 @@ class HFChunk(WholeChunk):
                 with safe_open(directory / file, framework="pt") as handle, torch.no_grad():
                     parameter.copy_(handle.get_tensor(theirs))
 
-    def file_tensors(self, *, with_policy_head: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def file_tensors(self, *, merged: bool = True, with_policy_head: bool = False) -> Iterator[tuple[str, Tensor]]:
         self.settle()
-        yield from self._in_files(MergedWeights(self._in_exports(with_policy_head=with_policy_head), [self]))
+        yield from self._in_files(MergedWeights(self._in_exports(with_policy_head=with_policy_head), [self] if merged else []))
 
     def file_outline(self) -> Iterator[tuple[str, Tensor]]:
         """`file_tensors` on the meta device."""

@@ -107,9 +107,9 @@ class MegatronPolicy(_Trained):
             **self.model.run_fields(batch, self._outputs, {"logprobs": Field(shape=shape[:1]), "topk_logprobs": Field(shape=shape)})
         )
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream of (Hugging Face name, full tensor), one at a time."""
-        return export_hf(self.chunks)
+    def export_weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor), one at a time, with adapters in the weights if `merged`."""
+        return export_hf(self.chunks, merged=merged)
 
     def sleep(self) -> None:
         """Move what only training needs to host memory until the next `train_step`, where the optimizer's config asks for it."""

@@ -190,17 +190,8 @@ class Engine(Sampling, Protocol):
         awake, outside a generation. Raises if it fails; then the weights are mixed."""
 
 
-class ForeignEngine(Sampling, Protocol):
-    """An inference package in or beside the training processes, with its own weights: one replica's engine on one of its ranks.
-
-    Constructing it must import nothing of the package and allocate nothing on the device. Calls come in this order, on every rank of the
-    replica: `start`; then for each refit `begin_refit`, `load` for each bucket, `finish_refit` (or `abort_refit` after a failure on any
-    rank of the component), with the weights awake, and the cache asleep if `sleep` was called since; `generate`; `sleep`, `wake`.
-    An error of a method is raised on every rank of the component and, from `begin_refit` to `finish_refit`, forbids generating.
-    """
-
-    def start(self) -> None:
-        """Import the package and build the model with arbitrary weights. Afterwards everything is awake."""
+class Receiver(Protocol):
+    """Where a stream of a refit goes: an engine, or the adapters of one (in PEFT's names, with the scaling in the B's)."""
 
     def begin_refit(self, manifest: Manifest) -> None:
         """Prepare for exactly these tensors (Hugging Face names, full shapes). Acquire here anything that training must not find held."""
@@ -218,3 +209,18 @@ class ForeignEngine(Sampling, Protocol):
     def read_back(self, name: str) -> Tensor | None:
         """The engine's weight of this Hugging Face name, full and in its dtype, for verification after `finish_refit`; None if it
         cannot be recovered from the engine's form (quantized, split over ranks)."""
+
+
+class ForeignEngine(Sampling, Receiver, Protocol):
+    """An inference package in or beside the training processes, with its own weights: one replica's engine on one of its ranks.
+
+    An engine that also takes a policy's adapters without the weights has a `Receiver` of them after `start`, as `adapters`.
+
+    Constructing it must import nothing of the package and allocate nothing on the device. Calls come in this order, on every rank of the
+    replica: `start`; then for each refit `begin_refit`, `load` for each bucket, `finish_refit` (or `abort_refit` after a failure on any
+    rank of the component), with the weights awake, and the cache asleep if `sleep` was called since; `generate`; `sleep`, `wake`.
+    An error of a method is raised on every rank of the component and, from `begin_refit` to `finish_refit`, forbids generating.
+    """
+
+    def start(self) -> None:
+        """Import the package and build the model with arbitrary weights. Afterwards everything is awake."""

@@ -21,9 +21,9 @@ from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.families.own_modules import layer_of
 from aligner.models.training.offload import HostMemory
 from aligner.parallel import platform
-from aligner.parallel.collectives import together
+from aligner.parallel.collectives import gather_objects, together
 from aligner.protocols import Replica
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, ForeignEngine, GenResult, Memory, Work
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, ForeignEngine, GenResult, Memory, Receiver, Work
 from aligner.rollout.engine.manifest import Manifest, Receipt, checksum, magnitudes, named_few
 from aligner.types import SamplingConfig
 
@@ -103,9 +103,21 @@ def _kept_together(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, T
         del tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapters:
+    """What an engine that has a policy's frozen weights gets instead of them at each refit."""
+
+    export: Callable[[], Iterator[tuple[str, Tensor]]]  # collective
+    manifest: Manifest
+    digest: Callable[[], list[int]]  # of this rank's frozen weights: others are sent again
+
+
 @dataclass(eq=False)
 class StreamedEngine:
-    """`aligner.rollout.engine.Engine` around a `ForeignEngine`, which it starts. Collective over the component."""
+    """`aligner.rollout.engine.Engine` around a `ForeignEngine`, which it starts. Collective over the component.
+
+    With `adapters`, `export` has the weights under them.
+    """
 
     foreign: ForeignEngine
     export: Callable[[], Iterator[tuple[str, Tensor]]]  # `Policy.export_weights`
@@ -114,10 +126,12 @@ class StreamedEngine:
     _: KW_ONLY
     bucket_bytes: int
     verified: bool = False  # whether the engine's weights are compared with those sent
+    adapters: Adapters | None = None  # of an engine whose `adapters` take them
     policy: HostMemory | None = None  # holds the policy's weights while the engine is awake; None: they stay, the engine never sleeps
     at_end: Callable[[], None] = lambda: None  # called at shutdown
 
     def __post_init__(self) -> None:
+        self._sent: list[list[int]] | None = None  # digests of the frozen weights that the engine has, by rank
         platform.release_cached()  # left from building the policy: the package allocates without torch
         engine = self.foreign
         try:
@@ -137,21 +151,32 @@ class StreamedEngine:
         return self.foreign.max_sequence_length
 
     def refit(self, version: int) -> int:
-        """Stream the policy's current weights into the engine. Raises EngineError on every rank if it failed on any, also if it should be
-        verified and the engine cannot read its weights back."""
-        delivery = _Delivery(self)
-        try:
-            together(delivery.run, "streaming the weights", error=EngineError)
-            together(lambda: self.foreign.finish_refit(version), "finishing the refit", error=EngineError)
-        except EngineError:
-            self.foreign.abort_refit()
-            raise
-        if self.verified:
-            together(delivery.compare, "verifying the refit", error=EngineError)
+        """Stream the policy's current weights into the engine, or its adapters alone. Raises EngineError on every rank if it failed on any,
+        also if it should be verified and the engine cannot read its weights back."""
+        sent = 0
+        digests = None if self.adapters is None else gather_objects(self.adapters.digest())
+        if digests is None or digests != self._sent:
+            self._sent = None
+            sent += self._deliver(_Delivery(self, self.foreign, self.export, self.manifest), version)
+            self._sent = digests
+        if self.adapters is not None:
+            receiver: Receiver = self.foreign.adapters  # type: ignore[attr-defined]
+            sent += self._deliver(_Delivery(self, receiver, self.adapters.export, self.adapters.manifest), version)
         if self.policy is not None:
             self.policy.move_out()
         platform.synchronize()
-        return self.manifest.num_bytes
+        return sent
+
+    def _deliver(self, delivery: _Delivery, version: int) -> int:
+        try:
+            together(delivery.run, "streaming the weights", error=EngineError)
+            together(lambda: delivery.receiver.finish_refit(version), "finishing the refit", error=EngineError)
+        except EngineError:
+            delivery.receiver.abort_refit()
+            raise
+        if self.verified:
+            together(delivery.compare, "verifying the refit", error=EngineError)
+        return delivery.manifest.num_bytes
 
     def wake(self, memory: frozenset[Memory]) -> None:
         """Releases first the memory that torch still keeps from training."""
@@ -172,10 +197,13 @@ class StreamedEngine:
 
 
 class _Delivery:
-    """One refit on this rank: the stream, its receipt, and its failure."""
+    """One stream of a refit on this rank, its receipt, and its failure."""
 
-    def __init__(self, stream: StreamedEngine) -> None:
-        self._engine, self._stream, self._receipt = stream.foreign, stream, Receipt(stream.manifest)
+    def __init__(
+        self, engine: StreamedEngine, receiver: Receiver, export: Callable[[], Iterator[tuple[str, Tensor]]], manifest: Manifest
+    ) -> None:
+        self.receiver, self.manifest, self._export, self._receipt = receiver, manifest, export, Receipt(manifest)
+        self._bucket_bytes, self._verified, self._name = engine.bucket_bytes, engine.verified, engine.capabilities.name
         self._largest: dict[str, Tensor] = {}  # a scalar on the device for each tensor, finite if the whole tensor is
         self._sent: dict[str, Tensor] = {}  # checksums
 
@@ -183,11 +211,10 @@ class _Delivery:
         """Load the whole stream; every rank follows it to its end, also after a failure."""
         failure: Exception | None = None
         try:
-            self._engine.begin_refit(self._stream.manifest)
+            self.receiver.begin_refit(self.manifest)
         except Exception as failed:  # raised at the end of the stream
             failure = failed
-        stream = self._stream
-        for bucket in weight_buckets(stream.export(), bucket_bytes=stream.bucket_bytes, manifest=stream.manifest):
+        for bucket in weight_buckets(self._export(), bucket_bytes=self._bucket_bytes, manifest=self.manifest):
             if failure is None:
                 try:
                     self._load(bucket)
@@ -201,11 +228,10 @@ class _Delivery:
 
     def compare(self) -> None:
         names = list(self._sent)
-        held = {name: tensor for name in names if (tensor := self._engine.read_back(name)) is not None}
+        held = {name: tensor for name in names if (tensor := self.receiver.read_back(name)) is not None}
         if not held:
-            name = self._engine.capabilities.name
-            raise ConfigError(f"rollout.verify_refit=checksum: {name} cannot read its weights back; allowed: none")
-        shapes = {name: self._stream.manifest.tensors[name].shape for name in held}
+            raise ConfigError(f"rollout.verify_refit=checksum: {self._name} cannot read its weights back; allowed: none")
+        shapes = {name: self.manifest.tensors[name].shape for name in held}
         differs = [name for name, own in held.items() if tuple(own.shape) != shapes[name] or int(checksum(own)) != int(self._sent[name])]
         if differs:
             raise EngineError(f"{named_few(differs)} of {len(held)} tensors that were read back are not what was sent")
@@ -214,9 +240,9 @@ class _Delivery:
         self._receipt.take(bucket)
         names, tensors = [name for name, _ in bucket], [tensor for _, tensor in bucket]
         self._largest |= zip(names, magnitudes(tensors), strict=True)
-        if self._stream.verified:
+        if self._verified:
             self._sent |= {name: checksum(tensor) for name, tensor in bucket}
-        self._engine.load(bucket)
+        self.receiver.load(bucket)
 
     def _refuse_not_finite(self) -> None:
         finite = torch.stack([largest.isfinite() for largest in self._largest.values()]).tolist()

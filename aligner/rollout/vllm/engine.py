@@ -45,7 +45,7 @@ from aligner.rollout.engine import (
     missing_ids,
 )
 from aligner.rollout.engine.manifest import Manifest, named_few
-from aligner.rollout.vllm import images
+from aligner.rollout.vllm import adapters, images
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _SAME = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"  # as in our SamplingConfig
@@ -78,7 +78,8 @@ class VLLMEngine:
     """`aligner.rollout.engine.ForeignEngine`, which describes the methods. `tp` consecutive ranks share a replica.
 
     path: a directory with the Hugging Face config.json of a model of this `architecture`; weights in it are not read. The model has
-    `weight_bytes` of them. `vision` reads the images of rows.
+    `weight_bytes` of them. `vision` reads the images of rows. `lora`: the adapters that refits shall bring alone; `adapters` takes them,
+    and is None if vLLM cannot, as `merges` says.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class VLLMEngine:
         tp: int,
         weight_bytes: int,
         vision: Vision | None = None,
+        lora: Manifest | None = None,
     ) -> None:
         self._config, self._path, self._architecture, self._dtype = config, path, architecture, dtype
         self._eos_id, self.max_sequence_length, self._tp = eos_id, max_sequence_length, tp
@@ -100,6 +102,8 @@ class VLLMEngine:
         self._vision, self._has_tower = vision, images.is_seen(architecture)
         self._images: images.GivenImages | None = None
         self._has_inner_level = False  # known once it has started
+        self._lora, self.merges = lora, ""
+        self.adapters: adapters.VLLMAdapters | None = None
         # Whether vLLM computes log-probs after applying the temperature (and all else), not before.
         self._scaled = config.sampling.temperature not in (0.0, 1.0) and not config.sampling.reshaping()
         kind = self._kind(config.sampling)
@@ -119,8 +123,11 @@ class VLLMEngine:
             import vllm
         except ImportError as error:
             raise EngineError(f"rollout.engine=vllm: vLLM cannot be imported ({error}); {INSTALL}") from error
+        if self._lora is not None and (reason := adapters.unsupported(self._path, adapters.rank_of(self._lora))):
+            self._lora, self.merges = None, reason
         settings = self._settings()
-        _check_use((*USED, *(images.USED if self._has_tower else ()), ("vllm.engine.arg_utils", f"EngineArgs {' '.join(settings)}")))
+        more = (*(images.USED if self._has_tower else ()), *(adapters.USED if self._lora is not None else ()))
+        _check_use((*USED, *more, ("vllm.engine.arg_utils", f"EngineArgs {' '.join(settings)}")))
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         with suppress(ValueError):  # an engine was started before
@@ -139,6 +146,10 @@ class VLLMEngine:
                 self._images = images.GivenImages(self._llm, self._vision, self._dtype)
         except AttributeError as error:
             raise _unfit(str(error)) from error
+        if self._lora is not None:
+            given = adapters.VLLMAdapters(self._llm, self._path, self._renewed)
+            self.merges = given.without_layer(self._lora)
+            self.adapters = None if self.merges else given
         # At shutdown or collection vLLM would destroy training's process groups.
         client._finalizer.detach()
 
@@ -150,6 +161,7 @@ class VLLMEngine:
             launcher = {"distributed_executor_backend": "external_launcher"}
         memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
         own: dict[str, Any] = dict(images.SETTINGS) if self._has_tower else {}
+        own |= adapters.settings(self._lora) if self._lora is not None else {}
         if sizes.family == Family.cohere2 and sizes.sliding_window:  # vLLM's windows are one token longer
             own |= {"hf_overrides": {"sliding_window": sizes.sliding_window - 1}}
         if sizes.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
@@ -223,6 +235,9 @@ class VLLMEngine:
         names = [name for name in self._parameters() if name in self._wanted]
         if missing := [name for name in names if name not in self._loaded]:
             raise EngineError(f"vLLM's model has weights that the policy did not send: {named_few(missing)} of {len(names)}")
+        self._renewed(version)
+
+    def _renewed(self, version: int) -> None:
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM did not forget the prefixes that it computed with the weights before")
         if self._has_tower:
@@ -258,9 +273,9 @@ class VLLMEngine:
         return images.with_inner_level(name) if self._has_inner_level else name
 
     def sleep(self, memory: frozenset[Memory]) -> None:
-        """All memory or none, and on a GPU only."""
+        """All memory or none, and on a GPU only. Weights under adapters, which refits do not bring again, wait in the host's memory."""
         if self._can_sleep and memory == ALL_MEMORY:
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=2 if self.adapters is None else 1)
             self._asleep = memory
 
     def wake(self, memory: frozenset[Memory]) -> None:
@@ -272,6 +287,7 @@ class VLLMEngine:
         """Raises ConfigError for settings of `sampling` that vLLM does not support here."""
         engine, callers, more = self._llm.llm_engine, callers_of(work), True
         self._kind(sampling)
+        given = {} if self.adapters is None else {"lora_request": self.adapters.request}
         running: dict[str, GenRequest] = {}
         try:
             while more or running:
@@ -293,7 +309,7 @@ class VLLMEngine:
                             callers.refuse(request.index, error)
                             continue
                         running[name := str(next(self._ids))] = request
-                        engine.add_request(name, prompt, params)
+                        engine.add_request(name, prompt, params, **given)
                 outputs = self._step() if running else []
                 if finished := [output for output in outputs if output.finished and output.request_id in running]:
                     if callers is not None:
@@ -395,8 +411,9 @@ class VLLMEngine:
             gc.collect()
 
     def _parameters(self) -> dict[str, Tensor]:
+        """By the names that its model loads them by: a layer with an adapter is within another."""
         found: list[dict[str, Tensor]] = self._llm.apply_model(lambda model: dict(model.named_parameters()))
-        return found[0]
+        return {name.replace(".base_layer.", "."): parameter for name, parameter in found[0].items()}
 
 
 def _generators_kept() -> AbstractContextManager[None]:

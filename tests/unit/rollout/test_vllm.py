@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import deque
@@ -25,10 +27,10 @@ from safetensors.torch import load_file
 
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError, EngineError
-from aligner.models.config import Architecture, Family, LoraConfig
+from aligner.models.config import Architecture, Family, LoraConfig, LoraInit, LoraTarget, Quantization
 from aligner.protocols import Replica
 from aligner.rollout import create
-from aligner.rollout.config import EngineKind, RolloutConfig, VerifyRefit, VLLMConfig
+from aligner.rollout.config import EngineKind, Refit, RolloutConfig, VerifyRefit, VLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, EngineSampling, GenRequest, ListedWork
 from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.rollout.engine.manifest import Manifest, TensorSpec, hf_manifest
@@ -59,6 +61,7 @@ EngineSettings = make_dataclass(
         *("max_num_batched_tokens kv_cache_memory_bytes enable_prefix_caching enforce_eager enable_sleep_mode logprobs_mode".split()),
         *("weight_transfer_config", "seed", ("distributed_executor_backend", str, "uni"), ("hf_overrides", dict, None)),
         *(("override_generation_config", dict, None), ("gpu_memory_utilization", float, 0.92)),
+        *(("enable_lora", bool, False), ("max_loras", int, 1), ("max_lora_rank", int, 16), ("lora_target_modules", list, None)),
     ],
     kw_only=True,
 )
@@ -94,6 +97,38 @@ class FusedModel(torch.nn.Module):
         for target, tensor in self.given:
             target.copy_(tensor)
         self.layerwise, self.given = value, []
+
+
+MODELS = {
+    "GraniteForCausalLM": SimpleNamespace(load_model_cls=lambda: SimpleNamespace(supports_lora=True)),
+    "MiniMaxM2ForCausalLM": SimpleNamespace(load_model_cls=lambda: SimpleNamespace()),
+}
+
+
+class LoraManager:
+    """vLLM's, of a model whose fused layers all take adapters: one slot, which an adapter fills from its folder."""
+
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+    def __init__(self, places: dict[str, tuple[str, slice]], rank: int) -> None:
+        self.lora_index_to_id, self.modules = [None], {}
+        for name, (fused, rows) in places.items():
+            if name.endswith("_proj.weight"):
+                layer = self.modules.setdefault(fused.removesuffix(".weight"), SimpleNamespace(lora_a_stacked=[], lora_b_stacked=[]))
+                layer.lora_a_stacked.append(torch.zeros(1, 1, rank, 64))
+                layer.lora_b_stacked.append(torch.zeros(1, 1, rows.stop - rows.start, rank))
+
+    def add(self, request: SimpleNamespace) -> None:
+        assert self.lora_index_to_id == [None]  # the former one is gone
+        self.lora_index_to_id = [request.lora_int_id]
+        config = json.loads((Path(request.lora_path) / "adapter_config.json").read_text())
+        assert config["r"] == config["lora_alpha"]
+        for name, tensor in load_file(Path(request.lora_path) / "adapter_model.safetensors").items():
+            prefix, part, kind = re.fullmatch(r"base_model\.model\.(.*)\.(\w+)\.lora_([AB])\.weight", name).groups()
+            fused, parts = next(((f, p) for f, p in self.packed_modules_mapping.items() if part in p), (part, [part]))
+            stacks = self.modules[f"{prefix}.{fused}"]
+            stack = (stacks.lora_a_stacked if kind == "A" else stacks.lora_b_stacked)[parts.index(part)]
+            stack.zero_()[0, 0, : tensor.shape[0], : tensor.shape[1]] = tensor
 
 
 class WeightTransferEngineFactory:
@@ -157,13 +192,25 @@ class LLMEngine:
     def __init__(self) -> None:
         self.running, self.most, self.names, self.queue = {}, 0, set(), deque()
         self.ended: list[str] = []
+        self.loras, self.asked, self.manager = [], [], None
         ends = {name: SimpleNamespace(shutdown=lambda name=name: self.ended.append(name)) for name in ("model_executor", "scheduler")}
         ends["scheduler"].has_requests = lambda: bool(self.running)
         finalizer = SimpleNamespace(detach=lambda: self.ended.append("detached"))
         self.engine_core = SimpleNamespace(_finalizer=finalizer, engine_core=SimpleNamespace(batch_queue=self.queue, **ends))
 
-    def add_request(self, request_id: str, prompt: dict, params: SamplingParams) -> None:
+    def add_lora(self, lora_request: SimpleNamespace) -> bool:
+        self.loras.append(lora_request.lora_name)
+        self.manager.add(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        self.manager.lora_index_to_id.remove(lora_id)
+        self.manager.lora_index_to_id.append(None)
+        return True
+
+    def add_request(self, request_id: str, prompt: dict, params: SamplingParams, lora_request: SimpleNamespace | None = None) -> None:
         assert request_id not in self.names and prompt["type"] == "token" and params.max_tokens >= 1
+        self.asked.append(lora_request and lora_request.lora_name)
         self.names.add(request_id)
         self.running[request_id] = (params, [])
         self.most = max(self.most, len(self.running))
@@ -206,6 +253,8 @@ class LLM:
             if free < math.ceil(total * self.settings.gpu_memory_utilization):
                 raise ValueError("Free memory on device on startup is less than desired GPU memory utilization")
         self.model, self.prefixes_forgotten, self.llm_engine = FusedModel(), 0, LLMEngine()
+        if self.settings.enable_lora:
+            self.model.lora_manager = self.llm_engine.manager = LoraManager(self.model.places, self.settings.max_lora_rank)
         self.worker = Worker(self.model, self.settings.weight_transfer_config["backend"])
 
     def collective_rpc(self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None) -> list:
@@ -233,7 +282,8 @@ def tokens_input(prompt_token_ids: list[int]) -> dict:
 def fake_vllm(monkeypatch) -> dict[str, ModuleType]:
     """`import vllm` and its parts, by name."""
     contents = {
-        "vllm": {"__version__": "0.34.1", "LLM": LLM, "SamplingParams": SamplingParams},
+        "vllm": {"__version__": "0.34.1", "LLM": LLM, "SamplingParams": SamplingParams, "ModelRegistry": SimpleNamespace(models=MODELS)},
+        "vllm.lora.request": {"LoRARequest": make_dataclass("LoRARequest", ["lora_name", "lora_int_id", "lora_path"], kw_only=True)},
         "vllm.inputs": {"tokens_input": tokens_input},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY="final")},
         "vllm.engine.arg_utils": {"EngineArgs": EngineSettings},
@@ -436,7 +486,8 @@ def test_a_refit_of_transformers_own_modules_has_the_files_names(name, lora, fak
     monkeypatch.setitem(globals(), "FusedModel", lambda: made)
     monkeypatch.setattr(create, "MIB", 1024)  # buckets of a few tensors
     sizes = {"refit_bucket_mib": 8, "max_batch_size": 2, "sampling": SamplingConfig(max_response_length=3)}
-    engine = create.create_engine(policy, RolloutConfig(engine=EngineKind.vllm, verify_refit=VerifyRefit.checksum, **sizes), eos_id=EOS)
+    sizes |= {"verify_refit": VerifyRefit.checksum, "refit": Refit.merged}
+    engine = create.create_engine(policy, RolloutConfig(engine=EngineKind.vllm, **sizes), eos_id=EOS)
     for steps in (range(0), range(2)):
         train(policy, steps)
         engine.refit(policy.version)
@@ -450,6 +501,84 @@ def test_a_refit_of_transformers_own_modules_has_the_files_names(name, lora, fak
     with pytest.raises(EngineError, match=r"of vLLM has no place for model\.norm\.weight"):
         engine.refit(policy.version)
     engine.shutdown()
+
+
+def lora_engine(policy: Any, path: Path, monkeypatch, *, refit: Refit = Refit.auto):
+    made = OwnModel(dict(sorted(load_file(path / "model.safetensors").items(), key=lambda one: one[0].replace("q_proj", "a_proj"))))
+    monkeypatch.setitem(globals(), "FusedModel", lambda: made)
+    config = RolloutConfig(
+        engine=EngineKind.vllm,
+        max_batch_size=2,
+        sampling=SamplingConfig(max_response_length=3),
+        verify_refit=VerifyRefit.checksum,
+        refit=refit,
+    )
+    return create.create_engine(policy, config, eos_id=EOS), made
+
+
+def test_adapters_go_alone_and_the_weights_under_them_once(fake_vllm, load_policy, tmp_path_factory, monkeypatch, capsys):
+    from aligner.models.modules.peft import export_adapters
+    from aligner.rollout.builtin.refit import negated
+
+    path = make_directory(tmp_path_factory)("granite")
+    policy = load_policy(path, optimizer=adam(), config={"lora": LoraConfig(rank=3, alpha=4.0)}, training={"total_steps": 10})
+    engine, made = lora_engine(policy, path, monkeypatch)
+    vllm, manager = engine.engine.foreign._llm, made.lora_manager
+    assert (vllm.settings.max_loras, vllm.settings.max_lora_rank) == (1, 8) and "q_proj" in vllm.settings.lora_target_modules
+    base = {name: tensor.clone() for name, tensor in policy.export_weights(merged=False)}
+    whole, pairs = sum(tensor.nbytes for tensor in base.values()), sum(tensor.nbytes for _, tensor in export_adapters(policy.chunks))
+    assert engine.refitted_bytes == whole + pairs
+    train(policy, range(2))
+    engine.refit(policy.version)
+    assert engine.refitted_bytes == pairs < whole / 3
+    for name, (fused, rows) in made.places.items():
+        assert torch.equal(made.tensors[fused][rows].cpu(), base[name].cpu()), name
+    sent = dict(export_adapters(policy.chunks))
+    part = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"  # the second of three in one layer
+    held = manager.modules["model.layers.1.self_attn.qkv_proj"].lora_b_stacked[1][0, 0, :, :3]
+    assert torch.equal(held.cpu(), (sent[part] * (4 / 3)).detach().cpu()) and held.any()
+    list(engine.generate([Prompt(id=0, tokens=(3, 4), source="p")], [100]))
+    assert vllm.llm_engine.loras == ["refit 1", "refit 2"] and vllm.llm_engine.asked == ["refit 2"]
+    assert vllm.prefixes_forgotten == 3  # after the weights, and after each adapter
+    with negated(policy.chunks):
+        engine.refit(policy.version)
+    assert engine.refitted_bytes == whole + pairs  # the weights were others
+    engine.refit(policy.version)
+    assert engine.refitted_bytes == whole + pairs and "merged" not in capsys.readouterr().out
+    monkeypatch.setattr(manager, "add", lambda request: manager.lora_index_to_id.__setitem__(0, request.lora_int_id))
+    train(policy, range(2, 3))
+    with pytest.raises(EngineError, match=r"lora_\w\.weight.* tensors that were read back are not what was sent"):
+        engine.refit(policy.version)
+    with pytest.raises(EngineError, match="its last refit failed"):
+        engine.generate([Prompt(id=0, tokens=(3, 4), source="p")], [100])
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "why"),
+    [
+        ("granite", {"rank": 4, "dora": True}, "model.lora.dora=true: vLLM has no DoRA"),
+        ("granite", {}, "the policy has no adapters (model.lora.rank=0)"),
+        ("granite", {"rank": 513}, "vLLM's adapters have a rank of at most 512, and these 513"),
+        ("minimax_m2", {"rank": 4}, "vLLM's MiniMaxM2ForCausalLM takes none"),
+    ],
+)
+def test_what_vllm_cannot_take_alone_is_merged_and_said(name, lora, why, fake_vllm, load_policy, tmp_path_factory, monkeypatch, capsys):
+    path = make_directory(tmp_path_factory)(name)
+    policy = load_policy(path, optimizer=adam(), config={"lora": LoraConfig(**lora)})
+    with pytest.raises(ConfigError, match=rf"^rollout\.refit=adapters: {re.escape(why)}; allowed: auto, merged$"):
+        lora_engine(policy, path, monkeypatch, refit=Refit.adapters)
+    engine, _ = lora_engine(policy, path, monkeypatch)
+    assert engine.refitted_bytes == sum(tensor.nbytes for _, tensor in policy.export_weights())
+    said = f"rollout.refit=auto: merged, every refit sends all weights: {why}\n"
+    assert (said in capsys.readouterr().out) is bool(lora)
+    engine.shutdown()
+
+
+def test_adapters_alone_are_vllms():
+    for engine in (EngineKind.megatron, EngineKind.tensorrt_llm):
+        with pytest.raises(ConfigError, match=rf"^rollout\.refit=adapters: rollout\.engine={engine.value} .*allowed: auto, merged, or"):
+            RolloutConfig(engine=engine, refit=Refit.adapters)
 
 
 def test_a_class_that_vllm_changes_stays_the_policys():
@@ -655,7 +784,7 @@ def test_the_fake_has_vllm_s_names():
     assert {f.name for f in fields(EngineSettings)} <= {f.name for f in fields(EngineArgs)}
 
 
-def policy_of(make_model: Callable, name: str):
+def policy_of(make_model: Callable, name: str, **config):
     """A policy of a family, with the sizes that vLLM's kernels want: heads of 32 dimensions."""
     from hf_models import HF_MODELS
     from hf_models import SIZES as HF_SIZES
@@ -669,17 +798,18 @@ def policy_of(make_model: Callable, name: str):
     )
     sizes = asdict(architecture_from_hf(AutoConfig.for_model(**(HF_SIZES | HF_MODELS[name] | own)).to_dict()))
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
-    return make_model("policy", optimizer=optimizer, architecture=sizes, training={"temperature": 0.7, "micro_batch_size": 5})
+    training = {"temperature": 0.7, "micro_batch_size": 5}
+    return make_model("policy", optimizer=optimizer, architecture=sizes, training=training, config=config)
 
 
-def own_policy_of(load_policy: Callable, path: Path, name: str):
-    """A policy of transformers' own modules, with the same sizes."""
+def own_policy_of(load_policy: Callable, path: Path, name: str, **config):
+    """A policy that is read from files, of transformers' own modules or Qwen 2, with the same sizes."""
     import transformers
 
-    kind, more = CONFIGS[name]
+    kind, more = CONFIGS.get(name, ("Qwen2Config", {"intermediate_size": 64}))
     wide = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(OWN_SIZES | wide | more))).save_pretrained(path)
-    return load_policy(path, optimizer=adam(lr=1e-2), training={"temperature": 0.7, "micro_batch_size": 5})
+    return load_policy(path, optimizer=adam(lr=1e-2), training={"temperature": 0.7, "micro_batch_size": 5}, config=config)
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
@@ -716,6 +846,68 @@ def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family,
     assert found[0] != found[1]
     engine.shutdown()
     assert torch.distributed.is_initialized()
+
+
+LORAS = {
+    "every": LoraConfig(rank=4, alpha=6.0),  # of the five kinds of layers, and not a power of two
+    "some": LoraConfig(rank=9, rslora=True, targets=[LoraTarget.q, LoraTarget.v, LoraTarget.fc2]),
+    "pissa": LoraConfig(rank=2, init=LoraInit.pissa, targets=[LoraTarget.qkv, LoraTarget.proj]),
+}
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.parametrize(
+    ("family", "lora", "quantization"),
+    [
+        ("qwen2", "every", "none"),
+        ("qwen2", "every", "nf4"),
+        ("qwen2", "some", "int8"),
+        ("qwen2_tied", "pissa", "none"),
+        ("granite", "every", "none"),
+    ],
+)
+def test_adapters_alone_reach_vllm_and_its_log_probs_are_the_policys(family, lora, quantization, make_model, load_policy, tmp_path, capsys):
+    from aligner.losses.sft import sft_loss
+    from aligner.models.modules.lora import named_adapters
+    from aligner.rollout.builtin.refit import negated
+    from aligner.rollout.create import create_engine
+    from aligner.types import LabeledBatch
+
+    if quantization == "nf4":
+        pytest.importorskip("bitsandbytes")
+    config = {"lora": LORAS[lora], "quantization": Quantization(quantization)}
+    in_files = family in CONFIGS or quantization != "none"
+    policy = own_policy_of(load_policy, tmp_path, family, **config) if in_files else policy_of(make_model, family, **config)
+    settings = SamplingConfig(temperature=0.7, max_response_length=8)
+    eager = VLLMConfig(enforce_eager=True)
+    config = RolloutConfig(engine=EngineKind.vllm, sampling=settings, max_batch_size=3, vllm=eager, verify_refit=VerifyRefit.checksum)
+    engine = create_engine(policy, config, eos_id=EOS)
+    whole = sum(tensor.nbytes for _, tensor in policy.export_weights())
+    pairs = [adapter for chunk in policy.chunks for _, adapter in named_adapters(chunk)]
+    own = sum(parameter.nbytes for adapter in pairs for parameter in adapter.parameters())
+    prompts = [Prompt(id=i, tokens=tuple(range(3, 6 + i)), source=f"prompt {i}") for i in range(5)]
+
+    def sampled() -> tuple[LabeledBatch, list[tuple[int, ...]]]:
+        engine.refit(policy.version)
+        rollouts = [rollout for part in engine.generate(prompts, [11, 12, 13, 14, 15]) for rollout in part]
+        rows = rollout_batch(sorted(rollouts, key=lambda one: one.seed), 0)
+        batch = LabeledBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask)
+        torch.testing.assert_close(rows.rollout_logprobs, policy.logprobs(batch) * rows.loss_mask, rtol=0, atol=1e-4)
+        return batch, rows.rollout_logprobs
+
+    assert engine.refitted_bytes == whole + own  # the first time
+    batch, before = sampled()
+    assert engine.refitted_bytes == own < whole
+    policy.train_step(batch, sft_loss)
+    _, after = sampled()
+    assert engine.refitted_bytes == own and not torch.equal(before, after)
+    with negated(policy.chunks):
+        _, other = sampled()
+    assert engine.refitted_bytes == whole + own and not torch.equal(other, after)  # what is frozen was changed
+    _, again = sampled()
+    torch.testing.assert_close(again, after, rtol=0, atol=1e-5)
+    assert "merged" not in capsys.readouterr().out
+    engine.shutdown()
 
 
 @pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed")
