@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from aligner.commands.migrate.shell import UNREAD, commands
-from aligner.commands.migrate.tables import Table, tables
+from aligner.commands.migrate.tables import VALUE_HEAD, Table, tables
 from aligner.errors import ConfigError
 from aligner.settings.compose import resolved
 from aligner.settings.schema import flat
@@ -156,6 +156,8 @@ def _of_words(words: Sequence[str], folder: Path, where: str, framework: str, tr
             _refuse_others(program, where, table)
             launcher, ranks = _launcher(words[:place], folder)
             given = dict(_hydra(words[place + 1 :], folder) if table.style == "hydra" else _flags(words[place + 1 :], folder, table))
+            if table.trainers and (file := _beside(words[place], folder)) and VALUE_HEAD in file.read_text():
+                given[VALUE_HEAD] = True
             if program == "?" and not trains:
                 program = table.trained_by_keys(given) or next((one for part, one in table.by_path.items() if part in where), "")
                 if not program:

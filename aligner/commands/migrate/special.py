@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from aligner.commands.migrate.tables import Entry, as_text
-from aligner.commands.migrate.transforms import Context, Meaning, as_fraction, data, listed, to_ours, warmup_share
+from aligner.commands.migrate.tables import VALUE_HEAD, Entry, as_text
+from aligner.commands.migrate.transforms import Context, Meaning, as_fraction, data, listed, model, to_ours, warmup_share
 
 
 def _sampled(context: Context) -> float:
@@ -240,12 +241,30 @@ def _has_reward_model(entry: Entry, context: Context) -> bool:
     return any(context.value(key) not in (None, False, "") for key in entry.factors)
 
 
+def trl_reward_model(entry: Entry, value: Any, context: Context) -> Meaning:
+    """A critic of its own starts from the reward model too."""
+    return model(replace(entry, ours=entry.ours[:1] if _has_value_head(context) else entry.ours), value, context)
+
+
+def trl_value_coef(entry: Entry, value: Any, context: Context) -> Meaning:
+    if _has_value_head(context):
+        return to_ours(entry, value)
+    note = "the critic has its own optimizer (critic.optimizer.lr), so its loss needs no weight"
+    return Meaning(absent=True, note=note, severity="cosmetic")
+
+
+def _has_value_head(context: Context) -> bool:
+    return context.value(VALUE_HEAD) is True
+
+
 def _together(context: Context, *, rewards: bool) -> dict[str, Any]:
     """The critic in the actor's processes, a reward model's server on the same GPUs, and what is not needed in host memory."""
-    found: dict[str, Any] = {"critic.kind": "model"} if context.recipe == "ppo" else {}
+    is_head = _has_value_head(context)
+    found: dict[str, Any] = {"critic.kind": "head" if is_head else "model"} if context.recipe == "ppo" else {}
     if rewards:
         return found | {"placement": "colocated"}
-    return found and found | dict.fromkeys(("optimizer.offload", "critic.optimizer.offload", "rollout.offload"), True)
+    moved = ("optimizer.offload", *(() if is_head else ("critic.optimizer.offload",)), "rollout.offload")
+    return found and found | dict.fromkeys(moved, True)
 
 
 def openrlhf_placement(entry: Entry, value: Any, context: Context) -> Meaning:

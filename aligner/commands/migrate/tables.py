@@ -31,6 +31,7 @@ from typing import Any
 
 import yaml
 
+VALUE_HEAD = "AutoModelForCausalLMWithValueHead"  # TRL's policy with a head of values, as a key
 _FOLDER = Path(__file__).parent / "tables"
 
 

@@ -1,5 +1,5 @@
-"""A critic that is a head on the policy (`critic.kind=head`): its loss by hand, its gradients and steps by plain torch, its files, and what is
-refused."""
+"""A critic that is a head on the policy (`critic.kind=head`): its loss by hand, its gradients and steps by plain torch, its files, and what
+is refused."""
 
 from __future__ import annotations
 

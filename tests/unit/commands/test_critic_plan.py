@@ -1,4 +1,4 @@
-"""What a plan knows of a critic in the actor's processes (`critic.kind=model`): its memory, its layout, and which component is none."""
+"""What a plan knows of a critic in the actor's processes (`critic.kind=model`, `head`): its memory and layout, and which component is none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from aligner.commands.plan import command as plan
 from aligner.commands.plan.search import STALENESS, _arrangement
 from aligner.commands.programs import programs
 from aligner.errors import ConfigError
-from aligner.planner.memory import Sizes, cache_bytes, device_optimizer, resting_bytes
+from aligner.planner.dry_run import shard_parameters
+from aligner.planner.memory import Sizes, cache_bytes, device_optimizer, head_bytes, resting_bytes, train_micro_batches
 from aligner.planner.workload import BlockBytes, Phase, StateBytes
 
 NAME = "ppo_8b_one_node"
@@ -52,3 +53,19 @@ def test_a_layout_is_refused_by_the_settings_that_it_has() -> None:
         components("parallel.pp=4", "critic.model.architecture.num_layers=30")
     with pytest.raises(ConfigError, match="^critic: critic.mini_batch_size=510: the last mini-batch of 512 rollouts has 2"):
         components("critic.mini_batch_size=510")
+
+
+def test_a_head_is_a_layer_of_the_policy() -> None:
+    """No second model: 4,096 weights and a bias in float32, and its input in float32 beside that of the output layer."""
+    (actor,) = components("critic.kind=head")
+    assert actor.has_values and plan.load(NAME, ["critic.kind=head"]).residents() == ()
+    without = replace(actor, has_values=False)
+    held, before = ({one.name: one for one in shard_parameters(component, 0)[0]} for component in (actor, without))
+    added = [held[name] for name in held.keys() - before.keys()]
+    assert held.items() >= before.items() and sorted(one.numel for one in added) == [1, 4096]
+    assert {one.itemsize for one in added} == {4} and not any(one.is_frozen for one in added)
+    passes = train_micro_batches(actor)
+    states = passes.tokens * 4096
+    assert (
+        head_bytes(actor, passes, training=True) - head_bytes(without, passes, training=True) > states * 2
+    )  # gathered once more, in bfloat16

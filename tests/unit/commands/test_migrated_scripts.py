@@ -494,6 +494,28 @@ def test_programs_by_their_trainer(name: str, trainer: str, words: str, recipe: 
     assert of(str(scripts / "run.sh")).recipe == recipe
 
 
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_policy_with_a_value_head(has_head: bool, tmp_path: Path) -> None:
+    """TRL's class in the program makes the critic a head, whose loss has TRL's weight; else it is a model, which starts from the reward
+    model."""
+    model = "model = AutoModelForCausalLMWithValueHead.from_pretrained(name)\n" if has_head else ""
+    program = tmp_path / "my_ppo.py"
+    words = "--model_name_or_path m --dataset_name d.jsonl --reward_model_path rm --vf_coef 0.3 --learning_rate 2e-6"
+    program.write_text(model + PROGRAM.format(name="my_ppo.py", trainer="PPOTrainer", words=words))
+    (tmp_path / "run.sh").write_text(f"python my_ppo.py {words}\n")
+    found = of(str(tmp_path / "run.sh")).settings
+    assert (found["critic.kind"], found.get("critic.head.coef")) == (("head", 0.3) if has_head else ("model", None))
+    assert found["reward.model.path"] == "rm" and found.get("critic.model.path") == (None if has_head else "rm")
+    assert found["optimizer.lr"] == found["critic.optimizer.lr"] == 2e-6
+
+
+def test_llama_factorys_critic_is_a_head() -> None:
+    words = "--stage ppo --model_name_or_path m --dataset d --reward_model rm --learning_rate 1e-5"
+    found = of(f"llamafactory-cli train {words}").settings
+    assert found["critic.kind"] == "head" and found["reward.model.path"] == "rm" and "critic.model.path" not in found
+    assert found["critic.optimizer.lr"] == 1e-5 and found["placement"] == "colocated"
+
+
 @pytest.mark.parametrize(("name", "recipe"), [("gspo.py", "grpo"), ("sft_gpt_oss.py", "sft")])
 def test_examples_that_are_not_here(name: str, recipe: str) -> None:
     assert of(f"accelerate launch examples/scripts/{name} {TRL}").recipe == recipe
