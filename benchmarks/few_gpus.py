@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from tempfile import gettempdir
 from typing import Any
 
 ROW = 128  # tokens
@@ -26,7 +27,9 @@ def groups() -> dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]]:
     packed = {kind.value: ({"lora": lora, "quantization": kind}, {}) for kind in (Quantization.none, Quantization.nf4, Quantization.int8)}
     kinds: dict[str, dict[str, Any]] = {kind.value: {"kind": kind} for kind in OptimizerKind}
     kinds["muon"]["distributed"] = False
-    optimizers = {"adam": kinds["adam"], "cpu_offload": {"cpu_offload": True}, "adam8bit": kinds["adam8bit"], "muon": kinds["muon"]}
+    disk = {"cpu_offload": True, "nvme_path": gettempdir()}
+    optimizers = {"adam": kinds["adam"], "cpu_offload": {"cpu_offload": True}, "nvme_path": disk}
+    optimizers |= {"adam8bit": kinds["adam8bit"], "muon": kinds["muon"]}
     return {"adapters": packed, "all weights": {name: ({}, fields) for name, fields in optimizers.items()}}
 
 

@@ -32,6 +32,7 @@ class ClusterConfig:
     network_gb_per_second: float = 1.0  # bandwidth to other nodes
     host_gb_per_second: float = 10.0  # bandwidth between a GPU and host memory
     host_memory_gb_per_second: float = 20.0  # rate at which a node's cores read and write its memory (`optimizer.cpu_offload`)
+    nvme_gb_per_second: float = 2.0  # rate at which a node's local disk reads and writes, both together (`optimizer.nvme_path`)
     reserved_gib: float = 0.44  # context, libraries and their workspaces in every process; on CPU Python and torch too
     communicator_gib: float = 0.0  # buffers of each communicator that a rank belongs to
     fragmentation: float = 0.0  # fraction of allocated memory that the allocator loses between blocks

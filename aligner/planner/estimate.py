@@ -24,6 +24,7 @@ from aligner.planner.memory import (
     PhaseMemory,
     Sizes,
     cache_tokens,
+    disk_optimizer,
     free_at_start,
     host_memory,
     inference_micro_batches,
@@ -51,6 +52,7 @@ class ComponentPlan:
     host: dict[str, int]  # host memory of the fullest node, in bytes
     times: tuple[PhaseTime, ...]
     limit: int  # device memory of a rank
+    disk: int = 0  # bytes on the disk of a node
     wanted_seconds: float = 0.0  # seconds of all phases with the cache that the config asks for, if the plan made it smaller
 
     @property
@@ -277,6 +279,7 @@ def predict(
         sizes=sizes,
         memory=tuple(phase_memory(component, sizes, cluster, range(component.parallel.pp))),
         host=host_memory(component, sizes, cluster),
+        disk=disk_optimizer(component, sizes, cluster),
         times=tuple(phase_times(component, sizes, cluster)),
         limit=int(cluster.gpu_memory_gib * GIB),
     )

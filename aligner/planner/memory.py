@@ -33,6 +33,7 @@ _OVERLAP_BUFFERS = 8  # buffers of a micro-batch's hidden states that Transforme
 _KERNEL_PAGE = 256  # tokens of a page of the engine's cache if attention kernels are used: 16-bit numbers on a GPU
 _VLLM_PAGE = 128  # tokens to which the wrapper rounds a sequence, and of the page that vLLM keeps for itself
 _HEAP_LOSS = 0.5  # part of the activations that is lost if micro-batches differ in length; measured: 0.3 to 0.8
+_DISK_ELEMENT = 12  # bytes of a parameter of which a disk has the state
 _HOST_ELEMENT = 16  # bytes of a parameter that the host updates
 EXPORTED_FILE_BYTES = 5 * 2**30  # of an exported model: `aligner.models.weights.MAX_FILE_BYTES`
 HOST_PROCESS_GIB = 3.0  # a rank's Python, torch and its libraries in host memory, beside a GPU
@@ -495,6 +496,24 @@ def device_optimizer(component: Component, state: StateBytes) -> int:
     return int(state.optimizer * (1 - _host_fraction(component)))
 
 
+def host_elements(component: Component, state: StateBytes) -> float:
+    """Parameters of a rank that `optimizer.cpu_offload` updates."""
+    return _host_fraction(component) * state.optimizer / (12 if component.dtype_bytes == 2 else 8)
+
+
 def host_optimizer(component: Component, state: StateBytes) -> int:
-    """Host memory of a rank's `optimizer.cpu_offload`: float32 weights, two moments, and the gradients that it computes with."""
-    return int(_host_fraction(component) * _HOST_ELEMENT * state.optimizer / (12 if component.dtype_bytes == 2 else 8))
+    """Host memory of a rank's `optimizer.cpu_offload`: float32 weights, two moments, and the gradients that it computes with; with
+    `optimizer.nvme_path` two buffers for these of the largest parameter, the embedding."""
+    elements = host_elements(component, state)
+    if component.optimizer is not None and component.optimizer.nvme_path:
+        embedding = padded_vocabulary(component) * component.architecture.vocabulary_width // component.parallel.tp
+        return int(2 * _HOST_ELEMENT * min(elements, embedding))
+    return int(_HOST_ELEMENT * elements)
+
+
+def disk_optimizer(component: Component, sizes: Sizes, cluster: ClusterConfig) -> int:
+    """Bytes that the ranks of a node keep on its disk (`optimizer.nvme_path`): float32 weights and two moments."""
+    if component.optimizer is None or not component.optimizer.nvme_path:
+        return 0
+    ranks = min(cluster.gpus_per_node, component.num_ranks)
+    return int(ranks * _DISK_ELEMENT * max(host_elements(component, state) for state in sizes.stages))

@@ -131,6 +131,8 @@ def _show_component(plan: ComponentPlan, out: Console) -> None:
     if component.engine is not None and component.engine.graphs_lost:
         out.print(f"[yellow]{component.engine.graphs_lost}[/]")
     out.print(f"host memory of a node: {gib(sum(plan.host.values()))} GiB ({listed(plan.host, gib)})")
+    if plan.disk:
+        out.print(f"disk of a node: {gib(plan.disk)} GiB (optimizer.nvme_path)")
     times = table("predicted time of a training step", ("phase", "time", "of which"), left=("phase", "of which"))
     for time in plan.times:
         times.add_row(time.phase.value, seconds(time.total), listed(time.parts, seconds))
@@ -273,6 +275,7 @@ def component_tree(plan: ComponentPlan) -> dict[str, Any]:
         "limit_bytes": plan.limit,
         "fits": plan.fits,
         "host_bytes": plan.host,
+        "disk_bytes": plan.disk,
         "seconds": {t.phase.value: {"total": t.total, "parts": dict(t.parts)} for t in plan.times},
         "train_flops_per_second_per_rank": useful / train / component.num_ranks if train else None,
     }
@@ -357,7 +360,8 @@ def in_one_line(component: Component) -> str:
         parts += [f"{passes.count} x {passes.rows} rows"]
         parts += [f"recompute {model.recompute.value}"] if model.recompute.value != "none" else []
         parts += ["optimizer offloaded"] if component.optimizer.offload else []
-        parts += ["optimizer on the host"] if component.optimizer.cpu_offload else []
+        where = "disk" if component.optimizer.nvme_path else "host"
+        parts += [f"optimizer on the {where}"] if component.optimizer.cpu_offload else []
     if engine is not None:
         parts += [f"rollout tp {engine.tp} x {engine.max_batch_size} rows{', weights offloaded' if engine.offload else ''}"]
     return f"{component.name} on {component.num_ranks}: {', '.join(parts)}"

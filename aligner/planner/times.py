@@ -44,7 +44,8 @@ from aligner.planner.memory import (
     Sizes,
     cache_tokens,
     device_optimizer,
-    host_optimizer,
+    disk_optimizer,
+    host_elements,
     kv_bytes_per_token,
     kv_numbers_per_token,
     state_bytes,
@@ -137,11 +138,12 @@ def optimizer_away_seconds(component: Component, sizes: Sizes, cluster: ClusterC
 
 def host_update_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> float:
     """All updates of a step on the host (`optimizer.cpu_offload`): gradients come and weights go as float32, while the node's cores read
-    all four numbers of each parameter and write three."""
-    held = max(host_optimizer(component, state) for state in sizes.stages)
+    all four numbers of each parameter and write three. With `optimizer.nvme_path` its disk reads and writes three of them meanwhile."""
+    elements = max(host_elements(component, state) for state in sizes.stages)
     ranks = min(cluster.gpus_per_node, component.num_ranks)
-    computing = held * 28 / 16 * ranks / (cluster.host_memory_gb_per_second * GIGA)
-    return component.work.num_updates * max(computing, held / 2 / kernels(component, cluster).host_rate)
+    computing = elements * 28 * ranks / (cluster.host_memory_gb_per_second * GIGA)
+    streaming = 2 * disk_optimizer(component, sizes, cluster) / (cluster.nvme_gb_per_second * GIGA)
+    return component.work.num_updates * max(computing, streaming, elements * 8 / kernels(component, cluster).host_rate)
 
 
 def tower_seconds(component: Component, tower: Tower | None, sequences: float, k: Kernels, *, trains: bool = False) -> float:

@@ -53,7 +53,7 @@ _HARMLESS = (
     *("parallel.*", "*.parallel.*", "num_processes", "*.num_processes", "*.environment", "*.server.*", "critic.accept_gap"),
     *("*timeout_seconds", "*num_threads", "environment.num_workers", "validation.*"),
     *("data.validation", "data.num_validation_prompts", "data.cache", "data.num_workers", "algorithm.validation_batch_size"),
-    *("*optimizer.offload", "*optimizer.cpu_offload*", "*optimizer.distributed"),
+    *("*optimizer.offload", "*optimizer.cpu_offload*", "*optimizer.nvme_path", "*optimizer.distributed"),
     *(
         f"*model.{name}"
         for name in (

@@ -112,6 +112,7 @@ class Spec:
     offload: bool = False
     cpu_offload: float = 0.0  # the fraction
     distributed: bool = True
+    nvme_path: str = ""
     recompute: str = "none"
 
 
@@ -138,6 +139,7 @@ def make_model(spec: Spec, topology):
     architecture = Architecture(**(spec.architecture | {"family": Family(spec.architecture.get("family", "llama"))}))
     build = create.create_policy if spec.kind == "policy" else create.create_value_model
     on_host = {"offload": spec.offload, "cpu_offload": spec.cpu_offload > 0, "cpu_offload_fraction": spec.cpu_offload or 1.0}
+    on_host |= {"nvme_path": spec.nvme_path}
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=1, distributed=spec.distributed, **on_host)
     training = Training(optimizer=optimizer, total_steps=STEPS, micro_batch_size=2, overlap=spec.overlap)
     return build(config, architecture, ParallelConfig(**spec.parallel), topology, training)
@@ -320,17 +322,16 @@ def test_every_rank_hears_of_what_one_could_not_write_or_found_damaged(ranks, ru
 
 
 @pytest.mark.parametrize("name", cases(["dp3_bfloat16", "value_pp2_dp3", "lora_dp3", "ep2_dp3"], fast=["dp3_bfloat16"]))
-def test_an_optimizer_on_the_host_has_the_same_state_and_numbers(name, run):
-    """And its ranks go on from the other one's checkpoint, and these from its, to the bit."""
+def test_an_optimizer_on_the_host_has_the_same_state_and_numbers(name, run, tmp_path):
+    """Or on a disk. And its ranks go on from the other one's checkpoint, and these from its, to the bit."""
     ranks, spec, _ = LAYOUTS[name]
-    results = {part: run(ranks, **spec, cpu_offload=part) for part in (0.0, 0.6, 1.0)}
-    wanted = results[0.0][1]["after"]
-    for saved, result in results.values():
+    on_disk = {"cpu_offload": 1.0, "nvme_path": str(tmp_path)}
+    results = [run(ranks, **spec, **place) for place in ({}, {"cpu_offload": 0.6}, {"cpu_offload": 1.0}, on_disk)]
+    for saved, result in results:
         assert_right(result)
-        assert result["after"] == wanted
-        fraction = 0.0 if saved != results[0.0][0] else 1.0
-        _, found = run(ranks, **spec | {"source": str(saved)}, cpu_offload=fraction)
-        assert found == {"differing": {}, "changed": [], "after": wanted}
+        assert result["after"] == results[0][1]["after"]
+        _, found = run(ranks, **spec | {"source": str(saved)}, **({} if saved != results[0][0] else on_disk))
+        assert found == {"differing": {}, "changed": [], "after": results[0][1]["after"]}
 
 
 def assert_right(result: dict) -> None:

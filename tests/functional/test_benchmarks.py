@@ -44,4 +44,4 @@ def test_the_price_of_what_saves_memory() -> None:
     assert ran.returncode == 0, ran.stderr[-4000:]
     found = json.loads(ran.stdout)
     assert list(found["adapters"]) == ["none", "nf4", "int8"]
-    assert list(found["all weights"]) == ["adam", "cpu_offload", "adam8bit", "muon"]
+    assert list(found["all weights"]) == ["adam", "cpu_offload", "nvme_path", "adam8bit", "muon"]

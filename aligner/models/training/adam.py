@@ -7,6 +7,8 @@ HybridDeviceOptimizer, which still splits groups, steps and sets learning rates.
 - It locks memory in powers of two, and loses the lock where it makes float32 of bfloat16: uploads would be slow, and wait.
 - It takes no views of float32 weights, which heads of reward models and critics are, and copies nothing on a machine without CUDA.
 
+With `optimizer.nvme_path` weights and moments are a file's (`aligner.models.training.nvme`), and each step streams them.
+
 Megatron-Core's precision-aware mode goes with it: gradients reach it in the buffers that reduced them, the device keeps no float32 weights.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +26,13 @@ from aligner.errors import ConfigError
 from aligner.models.modules.lora import LORA_B
 from aligner.models.modules.scalar_head import HEAD, PolicyHead
 from aligner.models.training.adam8bit import Adam8bit
+from aligner.models.training.nvme import StateFile
 from aligner.models.training.offload import LockedMemory
 from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
-from aligner.parallel import mcore
+from aligner.parallel import mcore, platform
 from aligner.parallel.mcore import HybridDeviceOptimizer
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostAdam(HybridDeviceOptimizer):
@@ -48,10 +54,13 @@ class HostAdam(HybridDeviceOptimizer):
     def _register_load_state_dict_hooks(self) -> None:
         """States are read by `aligner.models.checkpoint.optimizer`, and nothing is made again for them."""
 
-    def open(self) -> None:
+    def open(self, nvme_path: str = "") -> None:
         """Copy the weights, which Megatron-Core has cut by now, to the host, and get ready to step."""
-        self._memory = LockedMemory()
+        self._memory, self._folder = LockedMemory(), nvme_path
+        self.file: StateFile | None = None
         super()._init_sub_optimizers()
+        if self.file is not None:
+            return
         hosts = list(self.cpu_copys_map_gpu_param)
         for inner, gradient in zip(hosts, self._memory.like(hosts), strict=True):
             self.cpu_copy_map_grad[inner] = inner.grad = gradient
@@ -65,7 +74,12 @@ class HostAdam(HybridDeviceOptimizer):
             if wanted > 0:
                 chosen.append(p)
             wanted -= p.numel()
-        copies = self._memory.like([torch.empty(p.shape, dtype=torch.float32, device="meta") for p in chosen])
+        if self._folder:
+            self.file = StateFile(Path(self._folder), [p.shape for p in chosen])
+            copies = [self.file[number][0] for number in range(len(chosen))]
+        else:
+            copies = self._memory.like([torch.empty(p.shape, dtype=torch.float32, device="meta") for p in chosen])
+        self._numbers = {copy: number for number, copy in enumerate(copies)}
         on_host = dict(zip(chosen, copies, strict=True))
         inner = {p: on_host[p].copy_(p) if p in on_host else p.detach().float() for p in everything}  # float32 weights are their own
         parts = []
@@ -89,9 +103,43 @@ class HostAdam(HybridDeviceOptimizer):
         """A state of `step` steps whose moments are to be filled in."""
         for optimizer in self.sub_optimizers:
             for p in _parameters(optimizer):
-                device = p.device if self.defaults["fused"] else None
-                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[p] = {"step": torch.tensor(float(step), device=device), **moments}
+                self._begin(optimizer, p, step)
+        self._sync_sub_optimizers_state_to_hdo()
+
+    def _begin(self, optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> None:
+        device = p.device if self.defaults["fused"] else None
+        if self.file is None:
+            moments = [torch.zeros_like(p) for _ in _MOMENTS]
+        else:
+            moments = self.file[self._numbers[p]][1:]  # zeros at first
+        optimizer.state[p] = {"step": torch.tensor(float(step), device=device), **dict(zip(_MOMENTS, moments, strict=True))}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """As Megatron-Core's, or one parameter after the other as the file brings them."""
+        if self.file is None:
+            super().step(closure)
+            return
+        self._sync_hdo_param_groups_to_sub_optimizers()
+        ready = []
+        for optimizer in self.cpu_optimizers:  # each has one parameter
+            (p,) = _parameters(optimizer)
+            weight = self.cpu_copys_map_gpu_param[p]
+            gradient = getattr(weight, "decoupled_grad", weight.grad)
+            if gradient is not None:
+                ready.append((optimizer, p, gradient))
+        streamed = self.file.stream([self._numbers[p] for _, p, _ in ready])
+        for (optimizer, p, gradient), (*held, room) in zip(ready, streamed, strict=True):
+            if p not in optimizer.state:
+                self._begin(optimizer, p, 0)
+            state = optimizer.state[p]
+            mapped = [p.data, *(state[name] for name in _MOMENTS)]
+            p.data, p.grad = held[0], room.copy_(gradient)
+            state |= zip(_MOMENTS, held[1:], strict=True)
+            optimizer.step()
+            platform.synchronize()  # the device has read the weight from the buffer, which another record gets
+            p.data, p.grad = mapped[0], None
+            state |= zip(_MOMENTS, mapped[1:], strict=True)
         self._sync_sub_optimizers_state_to_hdo()
 
 
@@ -106,6 +154,13 @@ def main_weights(optimizer: Any) -> list[Tensor]:
         own = part.optimizer
         found += own.param_to_fp32_param.values() if isinstance(own, HostAdam) else [p for g in part.param_groups for p in g["params"]]
     return [p.detach() for p in found]
+
+
+def settle_files(optimizer: Any) -> None:
+    """Raise AlignerError if state in files (`optimizer.nvme_path`) cannot be written or read."""
+    for part in optimizer.chained_optimizers if optimizer is not None else ():
+        if isinstance(part.optimizer, HostAdam) and part.optimizer.file is not None:
+            part.optimizer.file.settle(read=True)
 
 
 def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype, *, head: PolicyHead | None = None) -> Any:
@@ -152,7 +207,7 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
         if isinstance(part, mcore.DistributedOptimizer) and not part.is_stub_optimizer:
             _number_as_grouped(part)
             if config.cpu_offload:
-                part.optimizer.open()
+                part.optimizer.open(config.nvme_path)
         elif config.kind is OptimizerKind.muon and part.optimizer is not None:
             part.optimizer.open([runner.module for runner in runners])
     return optimizer

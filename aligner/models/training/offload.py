@@ -121,8 +121,9 @@ def optimizer_tensors(optimizer: Any) -> list[Tensor]:
 
 
 def device_tensors(optimizer: Any) -> list[Tensor]:
-    """As `optimizer_tensors`, without those that are always the host's (`optimizer.cpu_offload`)."""
-    return [tensor for tensor in optimizer_tensors(optimizer) if tensor.device == platform.device()]
+    """As `optimizer_tensors`, without those that are always the host's (`optimizer.cpu_offload`), or in a file."""
+    tensors = [tensor for tensor in optimizer_tensors(optimizer) if tensor.device == platform.device()]
+    return [tensor for tensor in tensors if tensor.untyped_storage().resizable()]
 
 
 def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

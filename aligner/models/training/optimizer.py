@@ -57,6 +57,7 @@ class OptimizerConfig:
     offload: bool = False  # between training phases the optimizer's state and the gradients wait in host memory
     cpu_offload: bool = False  # the host holds the optimizer's state and main weights, and updates them there (Megatron-Core's)
     cpu_offload_fraction: float = 1.0  # part of the parameters that optimizer.cpu_offload moves; the rest is updated on the GPU
+    nvme_path: str = ""  # with optimizer.cpu_offload: folder of a local disk that holds state and main weights; empty: host memory does
 
     def __post_init__(self) -> None:
         self._check_kind()
@@ -94,6 +95,8 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.cpu_offload_fraction={self.cpu_offload_fraction}: must be above 0 and at most 1")
         if self.cpu_offload and not self.distributed:
             raise ConfigError("optimizer.cpu_offload=true: needs optimizer.distributed=true")
+        if self.nvme_path and not (self.cpu_offload and self.cpu_offload_fraction == 1):
+            raise ConfigError(f"optimizer.nvme_path={self.nvme_path}: needs optimizer.cpu_offload=true and cpu_offload_fraction=1")
         if self.cpu_offload and self.precision_aware:
             raise ConfigError("optimizer.cpu_offload=true: its moments are float32; allowed beside it: optimizer.precision_aware=false")
 

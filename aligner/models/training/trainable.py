@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.vision import Vision
-from aligner.errors import CheckpointError, ConfigError
+from aligner.errors import AlignerError, CheckpointError, ConfigError
 from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.modules.chunk import Chunk, WeightGather, WholeChunk
 from aligner.models.modules.fusions import note_once
@@ -27,7 +27,15 @@ from aligner.models.modules.router import AuxiliaryLosses, loss_count, routers, 
 from aligner.models.modules.scalar_head import PolicyHead
 from aligner.models.modules.shared_prompts import prompt_keys
 from aligner.models.training import forward as passes
-from aligner.models.training.adam import LossScale, averaging_step, build_optimizer, build_scheduler, exchange, main_weights
+from aligner.models.training.adam import (
+    LossScale,
+    averaging_step,
+    build_optimizer,
+    build_scheduler,
+    exchange,
+    main_weights,
+    settle_files,
+)
 from aligner.models.training.added import joined, noting_totals, scaled
 from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
 from aligner.models.training.offload import HostMemory, by_device, device_tensors, gradients, optimizer_tensors
@@ -106,7 +114,12 @@ def non_finite_parameters(runners: Sequence[Any], limit: float) -> str:
 
 
 def check_before_save(chunks: Sequence[torch.nn.Module], optimizer: Any, rank: int) -> None:
-    """Raise CheckpointError on every rank where a weight, a moment or a main weight of the optimizer on any rank is not finite."""
+    """Raise CheckpointError on every rank where a weight, a moment or a main weight of the optimizer on any rank is not finite, or its
+    disk fails (`optimizer.nvme_path`)."""
+    try:
+        settle_files(optimizer)
+    except AlignerError as failed:
+        raise_everywhere(CheckpointError(f"rank {rank}: {failed}"))
     weights = [p.data for chunk in chunks for p in chunk.parameters()]
     own, saved = [], {"the weights": weights, "the optimizer": optimizer_tensors(optimizer) if optimizer is not None else []}
     for what, tensors in saved.items():

@@ -294,6 +294,13 @@ def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
     assert len(read) == 1  # the state is as large wherever it is
     assert seconds(on_host)["optimizer on the host"] == pytest.approx(2 * 1.0)
     assert seconds(a_quarter)["optimizer on the host"] == pytest.approx(2 * 0.25)
+    on_disk = component(num_ranks=8, optimizer=OptimizerConfig(cpu_offload=True, nvme_path="/scratch"))
+    vocabulary = on_disk.architecture.vocabulary_width * memory.padded_vocabulary(on_disk)  # of two buffers, each for four numbers
+    assert memory.host_memory(on_disk, sizes, cluster)["optimizer (updated by the host)"] == 8 * 2 * 16 * vocabulary
+    assert memory.disk_optimizer(on_disk, sizes, cluster) == 8 * 12 * 10**9 and not memory.disk_optimizer(on_host, sizes, cluster)
+    disk = replace(cluster, nvme_gb_per_second=12.0)  # 192 GB of a node, read and written twice a step
+    assert seconds(on_disk)["optimizer on the host"] == pytest.approx(2 * 2 * 8 * 12 / 2)  # at the 2 GB/s of a machine that says nothing
+    assert times.host_update_seconds(on_disk, sizes, disk) == pytest.approx(2 * 16.0)
     slow_link = replace(cluster, host_gb_per_second=5.0)  # 4 GB/s: the transfers take longer than the arithmetic
     assert times.host_update_seconds(on_host, sizes, slow_link) == pytest.approx(2 * 2.0)
     moved = 2 * 12 * 10**9 / 500e9  # what Adam on the device reads and writes of its state
