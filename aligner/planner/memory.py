@@ -25,8 +25,7 @@ from aligner.planner.workload import (
     padded_vocabulary,
     stage_layers,
 )
-from aligner.rollout.builtin.graphs import round_rows
-from aligner.rollout.config import KEPT_FEATURES, PAGE_SIZE, EngineKind, Kernels
+from aligner.rollout.config import KEPT_FEATURES, PAGE_SIZE, EngineKind, Kernels, graph_rows
 from aligner.types import route_dtype
 
 _OVERLAP_BUFFERS = 8  # buffers of a micro-batch's hidden states that Transformer Engine exchanges around a layer's four matrix products
@@ -409,7 +408,7 @@ def graph_bytes(component: Component, engine: Engine, *, with_logits: bool) -> i
     """Memory of the CUDA graphs of decode steps, which all share one pool: a layer's intermediate numbers for the largest batch. With the
     logits: also the product with the output layer in the pool, and the float32 logits outside of it, which every graph writes. The driver's
     own memory for the graphs is not counted."""
-    rows = round_rows(decode_batch(component, engine))
+    rows = graph_rows(decode_batch(component, engine))
     layer = (3 * component.architecture.hidden_size + 3 * component.architecture.token_ffn_size // engine.tp) * component.dtype_bytes
     return rows * (layer + (padded_vocabulary(component) * (_product_bytes(component, engine) + 4) if with_logits else 0))
 

@@ -14,6 +14,12 @@ from aligner.parallel.topology import ParallelConfig
 from aligner.types import SamplingConfig
 
 
+def graph_rows(rows: int) -> int:
+    """Rows of the CUDA graph that replays a decode step of so many: at most a quarter more."""
+    step = 1 << max((rows - 1).bit_length() - 3, 0)
+    return -(-rows // step) * step
+
+
 @dataclass(kw_only=True, slots=True)
 class VLLMConfig:
     """The vLLM engine (`rollout.engine=vllm`)."""

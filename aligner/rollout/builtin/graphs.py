@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aligner.rollout.builtin.attention import DecodeBatch, PagedKV
+from aligner.rollout.config import graph_rows
 
 WARM_UPS = 2
 
@@ -45,7 +46,7 @@ class DecodeGraphs:
             self.release()
             self._addresses = addresses
         rows, columns = batch.pages.shape
-        size = round_rows(rows), min(round_pages(columns), self.max_pages)
+        size = graph_rows(rows), min(round_pages(columns), self.max_pages)
         if size not in self._recorded:
             self._recorded[size] = self._record(size, batch, cache)
         inputs, replay, logits = self._recorded[size]
@@ -83,12 +84,6 @@ class DecodeGraphs:
         if self._logits is None or room < rows:
             self._logits = torch.empty(max(rows, 2 * room), self.vocab_size, dtype=torch.float32, device=device)
         return self._logits[:rows]
-
-
-def round_rows(rows: int) -> int:
-    """The graph's number of rows: at most a quarter more."""
-    step = 1 << max((rows - 1).bit_length() - 3, 0)
-    return -(-rows // step) * step
 
 
 def round_pages(pages: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,12 @@ from torch import Tensor
 
 from aligner.models.modules.layers import SPLIT_INPUTS
 from aligner.models.modules.linear import linear_weight
-from aligner.models.modules.lora import Adapter
 from aligner.models.modules.packed import LINEARS
 from aligner.parallel import platform
 from aligner.rollout.config import Precision
+
+if TYPE_CHECKING:
+    from aligner.models.modules.lora import Adapter
 
 CODES = {Precision.fp8: torch.float8_e4m3fn, Precision.int8: torch.int8}
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from aligner.rollout.builtin.attention import DecodeBatch, PagedKV
-from aligner.rollout.builtin.graphs import DecodeGraphs, round_pages, round_rows
-from aligner.rollout.config import Kernels, RolloutConfig
+from aligner.rollout.builtin.graphs import DecodeGraphs, round_pages
+from aligner.rollout.config import Kernels, RolloutConfig, graph_rows
 from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork
 from aligner.types import SamplingConfig
 
@@ -81,8 +81,8 @@ def graphs_of(step: Step) -> tuple[DecodeGraphs, FakeCapture]:
 
 
 def test_sizes():
-    assert sorted({round_rows(n) for n in range(1, 65)}) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
-    assert all(n <= round_rows(n) <= 1.25 * n for n in range(1, 600))
+    assert sorted({graph_rows(n) for n in range(1, 65)}) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
+    assert all(n <= graph_rows(n) <= 1.25 * n for n in range(1, 600))
     assert [round_pages(n) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
 
 
