@@ -44,7 +44,7 @@ from aligner.run.from_hub import fetch_named, with_names
 from aligner.run.lengths import fill
 from aligner.run.session import see_own_gpus
 from aligner.run.settings import JobRun
-from aligner.settings.compose import fingerprint, from_yaml, schema_of
+from aligner.settings.compose import fingerprint, from_yaml, schema_of, to_yaml
 from aligner.telemetry.metrics import values
 from aligner.types import LogprobKind, Prompt, Rollout, RolloutBatch, SamplingConfig
 
@@ -69,7 +69,7 @@ def gap(name: str, overrides: Sequence[str], options: GapOptions) -> int:
     launch.initialize(
         platform.backend(shared),
         timeout_seconds=config.run.start_timeout_seconds,
-        fingerprint=fingerprint(with_names(config)),
+        fingerprint=fingerprint(to_yaml(with_names(config))),
         claim_gpu=lambda world: platform.claim_device(world.local_rank, ranks_per_gpu=shared),
     )
     layout = topology.initialize(config.parallel, seed=config.run.seed)

@@ -195,19 +195,20 @@ def open_session(
         _check_ranks(config, component, world.world_size)
         parallel.check_world(world.world_size)  # before anything starts
         see_own_gpus(config, world.local_rank)
+    written = to_yaml(with_names(config))
     world = launch.initialize(
         platform.backend(run.ranks_per_gpu),
         timeout_seconds=meeting_seconds(config),
         collective_timeout_seconds=run.collective_timeout_seconds,
         claim_gpu=lambda world: platform.claim_device(world.local_rank, ranks_per_gpu=run.ranks_per_gpu),
-        fingerprint=fingerprint(with_names(config)),
+        fingerprint=fingerprint(written),
     )
     if run.numa_binding and (reason := platform.bind_to_node()):
         print(f"run.numa_binding=true: rank {world.rank} stays where it is: {reason}", flush=True)
     _check_ranks(config, component, world.world_size)  # MPI tells only now
     layout = topology.initialize(parallel, seed=run.seed)
-    directory, yaml = RunDirectory(Path(run.directory)), to_yaml(with_names(config))
-    incarnation = from_rank_0(lambda: _open(directory, component, recipe, config, yaml if writes_config else ""))
+    directory = RunDirectory(Path(run.directory))
+    incarnation = from_rank_0(lambda: _open(directory, component, recipe, config, written if writes_config else ""))
     _record(directory, component, layout.rank, run)
     progress = Progress()
     place = _place(component, layout, incarnation)
@@ -223,7 +224,7 @@ def open_session(
     faulthandler.enable(file=2)
     try:
         with marked(progress):
-            yield Session(topology=layout, directory=directory, config_yaml=yaml, progress=progress)
+            yield Session(topology=layout, directory=directory, config_yaml=written, progress=progress)
             launch.shutdown()
         progress.enter_phase("done")
     except BaseException as error:

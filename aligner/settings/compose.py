@@ -115,9 +115,9 @@ def schema_of(schemas: Sequence[type[T]], text: str) -> type[T]:
     return min(fitting, key=lambda entry: entry[0])[1]
 
 
-def fingerprint(config: object) -> str:
-    """A short hash of the resolved config, with which ranks check that their configs are equal."""
-    return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
+def fingerprint(written: str) -> str:
+    """A short hash of a config that `to_yaml` wrote, with which ranks check that their configs are equal."""
+    return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
 def compose_node(schema: type, name: str, overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:

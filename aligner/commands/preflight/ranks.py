@@ -23,7 +23,7 @@ from aligner.run.from_hub import fetch_named
 from aligner.run.session import prepare_environment
 from aligner.run.settings import JobRun
 from aligner.servers.components import SERVERS, in_section
-from aligner.settings.compose import fingerprint
+from aligner.settings.compose import fingerprint, to_yaml
 from aligner.version import __version__
 
 PACKAGES = (
@@ -75,7 +75,7 @@ def compose(context: Context) -> str:
     job = composed(context.name, context.overrides)
     job.check_complete()
     context.job = job
-    return fingerprint(job)
+    return fingerprint(to_yaml(job))
 
 
 @compose.judged
