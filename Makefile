@@ -19,8 +19,9 @@ PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2
 GPU_CHECK_WHEELS = build/gpu_check_wheels
 # Of benchmarks/rollout.py.
 AGAINST_ALL := --against 'ours (torch)' dynamic static continuous vllm --make-vllm
-# One thread per process: several ranks share the machine's cores.
-RUN_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# One thread per process: several ranks share the machine's cores. What Python compiles is kept, also if the shell says otherwise: tests start
+# many interpreters.
+RUN_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out in the order of tests/conftest.py, over one
 # process more than there are cores: tests of servers and of Slurm mostly wait. TEST_PROCESSES=0 runs all in one.
