@@ -65,10 +65,10 @@ def answers(folder: Path, num_ranks: int) -> list[Any]:
 
 def main(folder: Path) -> None:
     sys.path[:0] = FOLDERS
+    rank = os.environ.get("RANK") or os.environ["PMI_RANK"]
     file, name, arguments = torch.load(folder / "call.pt", weights_only=False)
     sys.path.insert(0, str(Path(file).parent))
     result = getattr(importlib.import_module(Path(file).stem), name)(*arguments)
-    rank = os.environ.get("RANK") or os.environ["PMI_RANK"]
     torch.save(result, folder / f"{rank}.pt")
 
 

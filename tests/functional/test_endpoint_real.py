@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fake_live_engine import TEMPLATE
-from training_jobs import ALIGNER
+from training_jobs import ALIGNER, run_aligner
 
 from aligner.endpoint.app import Endpoint
 from aligner.endpoint.generation import choice_seed
@@ -267,9 +267,8 @@ def test_the_command_serves_until_it_is_told_to_end(stories: Path, tmp_path: Pat
 
 def test_a_port_that_is_taken_is_named(stories: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        process = command(str(stories), "--port", str(port := taken.getsockname()[1]))
-        assert process.wait(120) == 2
-        assert f"error: cannot listen on 127.0.0.1:{port}: Address already in use" in process.stdout.read()
+        code, said = run_aligner("serve", stories, "--port", port := taken.getsockname()[1])
+        assert code == 2 and f"error: cannot listen on 127.0.0.1:{port}: Address already in use" in said
 
 
 LM_EVAL = Path(os.environ.get("ALIGNER_LM_EVAL", ""))

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from judge_server import asked, judge_server
+from preloaded import preloaded
 from terminals import DRAWN
 from training_jobs import ROOT, read_rows, run_aligner, run_job, train, write_rows
 
@@ -95,9 +96,8 @@ def test_a_call_that_was_killed_goes_on_where_it_was(model: Path, prompts: Path,
     assert code == 2 and "prompts.jsonl:1: has a field 'level' already; allowed: --field NAME of another" in said
     # The name of the half-written file is of what is asked; one that was killed has whole lines, and the beginning of another.
     probe = ROOT / "tests" / "functional" / "killed_generate.py"
-    code = subprocess.run(
-        [sys.executable, probe, model, prompts, with_part / "out.jsonl"], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300
-    ).returncode
+    arguments = [str(path) for path in (probe, model, prompts, with_part / "out.jsonl")]
+    code, _ = preloaded().run(arguments, {**os.environ, "PYTHONPATH": str(ROOT)}, ROOT, timeout=300)
     (part,) = with_part.glob(".out.jsonl.*.part")
     assert code == 9 and not (with_part / "out.jsonl").exists() and part.read_bytes().count(b"\n") == 5
     lines = part.read_bytes().splitlines()

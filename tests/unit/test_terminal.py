@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from preloaded import preloaded
 from terminals import COLOUR, DRAWN, HOSTILE_NAMES, LIVE, on_a_terminal
 
 from aligner.cluster.console import Echo
@@ -199,8 +201,8 @@ def test_commands_on_a_terminal(arguments: tuple[str, ...], tmp_path: Path) -> N
     ],
 )
 def test_programs_beside_the_command(command: tuple[str, ...]) -> None:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, encoding="utf-8", cwd=ROOT, timeout=300)
-    assert done.returncode == 2 and "such" in done.stderr and not LIVE.search(done.stdout + done.stderr), done.stderr
+    code, shown = preloaded().run(command, dict(os.environ), ROOT, timeout=300)
+    assert code == 2 and "such" in shown and not LIVE.search(shown), shown
 
 
 def test_lines_of_a_log_that_the_conductor_repeats(tmp_path: Path) -> None:
