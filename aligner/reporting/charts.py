@@ -189,6 +189,7 @@ def bars(title: str, names: Sequence[str], values: Mapping[str, Sequence[float |
     option = _option(series, unit, "value")
     option["grid"] |= {"left": 8, "containLabel": True}
     option["tooltip"] |= {"axisPointer": {"type": "shadow"}}
+    option["toolbox"] |= {"show": False}
     option["xAxis"] |= {"min": 0, "max": None}
     option["yAxis"] |= {"type": "category", "data": list(names), "inverse": True}
     return Panel(title=title, group=TIMES, option=option, height=110 + (26 if stack else 44) * len(names))
@@ -306,7 +307,7 @@ def _option(series: list[dict[str, Any]], unit: str, scale: str) -> dict[str, An
     return {
         "animation": False,
         "backgroundColor": "transparent",
-        "color": list(COLOURS),
+        "color": [*COLOURS, "#F0E442", GREY],  # bars may be of more kinds
         "textStyle": {"color": GREY},
         "grid": {"left": 12, "right": 20, "top": 36, "bottom": 62 if has_legend else 34},
         "tooltip": {"trigger": "axis", "confine": True},

@@ -10,7 +10,7 @@ from nicegui import ui
 from aligner.errors import ServerError
 from aligner.studio.new_page import MODELS, suggest
 from aligner.studio.served import Models, preference, record
-from aligner.studio.shared import Studio, frame, later
+from aligner.studio.shared import Studio, frame, later, outlined
 
 TEXT = "white-space: pre-wrap; overflow-wrap: anywhere"
 NAMES = ("A", "B")
@@ -41,14 +41,14 @@ class Chat:
     def show(self) -> None:
         hints = ("an export or a checkpoint of a run, a model's directory, or ORG/NAME of the Hub", "to compare with; may be empty")
         with ui.row().classes("w-full gap-3"):
-            self.models = [_field(ui.input(f"Policy {name}"), "flex: 1 1 24rem", hint) for name, hint in zip(NAMES, hints, strict=True)]
+            self.models = [outlined(ui.input(f"Policy {name}"), "flex: 1 1 24rem", hint) for name, hint in zip(NAMES, hints, strict=True)]
             for field in self.models:
                 field.props(f'list="{MODELS}"')
         with ui.row().classes("w-full gap-3"):
-            self.system = _field(ui.input("System prompt", value=""), "flex: 3 1 20rem")
-            self.temperature = _field(ui.number("Temperature", value=1.0, min=0, max=2, step=0.1), "flex: 1 1 6rem")
-            self.max_tokens = _field(ui.number("Most tokens", value=256, min=1, precision=0), "flex: 1 1 6rem")
-            self.seed = _field(ui.number("Seed", value=0, min=0, precision=0), "flex: 1 1 6rem")
+            self.system = outlined(ui.input("System prompt", value=""), "flex: 3 1 20rem")
+            self.temperature = outlined(ui.number("Temperature", value=1.0, min=0, max=2, step=0.1), "flex: 1 1 6rem")
+            self.max_tokens = outlined(ui.number("Most tokens", value=256, min=1, precision=0), "flex: 1 1 6rem")
+            self.seed = outlined(ui.number("Seed", value=0, min=0, precision=0), "flex: 1 1 6rem")
         self.talk = ui.column().classes("w-full gap-2").props('role="log" aria-label="Conversation" aria-live="polite"')
         self.choice = ui.row().classes("gap-3")
         with self.choice:
@@ -56,7 +56,7 @@ class Chat:
                 ui.button(f"{name} is better", on_click=lambda number=number: self._prefer(number)).props("no-caps outline")
         self.choice.set_visibility(False)
         self.said = ui.label().style(TEXT).props('role="status"')
-        self.message = _field(ui.textarea("Message", value=""), "width: 100%", "Ctrl+Enter sends").props("autogrow")
+        self.message = outlined(ui.textarea("Message", value=""), "width: 100%", "Ctrl+Enter sends").props("autogrow")
         self.message.on("keydown.ctrl.enter", self._send)
         with ui.row().classes("gap-3"):
             self.button = ui.button("Send", on_click=self._send).props("no-caps")
@@ -134,12 +134,7 @@ class Chat:
         self.choice.set_visibility(False)
 
 
-def _field(field: Any, style: str, hint: str = "") -> Any:
-    field.props["hint"] = hint
-    return field.props("dense outlined").style(style)
-
-
 def _turn(who: str, text: str) -> ui.label:
     with ui.card().classes("gap-1 w-full").style("flex: 1 1 0; min-width: 0").props("flat bordered"):
-        ui.label(who).classes("text-caption text-grey-9").style("overflow-wrap: anywhere")
+        ui.label(who).classes("text-caption muted").style("overflow-wrap: anywhere")
         return ui.label(text).style(TEXT)

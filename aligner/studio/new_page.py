@@ -18,7 +18,7 @@ from aligner.settings.explain import shipped
 from aligner.settings.schema import SchemaKey
 from aligner.studio import form
 from aligner.studio.runs import LAUNCH_LOG, is_run, tail
-from aligner.studio.shared import Studio, chart, frame, later
+from aligner.studio.shared import Studio, chart, frame, later, outlined
 from aligner.studio.worker import PREVIEWED
 
 PAUSE_SECONDS = 0.6  # without a change, before a form is checked
@@ -65,14 +65,14 @@ class NewRun:
         with ui.row().classes("w-full gap-6 items-start"):
             with ui.column().classes("gap-3").style(_LEFT):
                 with ui.row().classes("w-full gap-3 items-start"):
-                    self.config = _dense(ui.select(form.recipes(), value=config, label="Recipe", with_input=True))
-                    self.name = _dense(ui.input("Name of the run", on_change=self._changed)).classes("grow")
+                    self.config = outlined(ui.select(form.recipes(), value=config, label="Recipe", with_input=True))
+                    self.name = outlined(ui.input("Name of the run", on_change=self._changed)).classes("grow")
                     places = {"local": "this machine", **({"slurm": "Slurm"} if shutil.which("sbatch") else {})}
-                    self.place = _dense(ui.select(places, value="local", label="Where", on_change=self._changed))
+                    self.place = outlined(ui.select(places, value="local", label="Where", on_change=self._changed))
                 self.groups = ui.row().classes("w-full gap-3")
                 with ui.row().classes("w-full gap-3"):
-                    self.section = _dense(ui.select([form.IMPORTANT], value=form.IMPORTANT, label="Section", on_change=self._show_fields))
-                    self.search = _dense(ui.input("Find a setting", value="", on_change=self._show_fields)).classes("grow")
+                    self.section = outlined(ui.select([form.IMPORTANT], value=form.IMPORTANT, label="Section", on_change=self._show_fields))
+                    self.search = outlined(ui.input("Find a setting", value="", on_change=self._show_fields)).classes("grow")
                 self.body = ui.column().classes("w-full gap-2")
                 with _card("What the model will see"):
                     ui.label(f"The first {PREVIEWED} records of data.train and data.validation, as the run reads them.")
@@ -109,7 +109,7 @@ class NewRun:
         self.groups.clear()
         with self.groups:
             for group, _, presets in (line.partition("=") for line in groups):
-                chosen = _dense(ui.select(presets.split("|"), label=f"{group} preset", clearable=True))
+                chosen = outlined(ui.select(presets.split("|"), label=f"{group} preset", clearable=True))
                 chosen.on_value_change(lambda event, group=group: self._preset(group, event.value or ""))
         self.name.value = form.free_name(self.studio.runs.folder, self.config.value)
         self._show_fields()
@@ -149,14 +149,13 @@ class NewRun:
         field: Any = ui.select(options, value=value, label=key.key) if value in options else ui.input(key.key, value=value)
         if key.key.endswith(("model.path", "teacher.path", "judge.path")):
             field.props(f'list="{MODELS}"')
-        field.props["hint"] = f"{key.comment} ({key.type})" if key.comment else key.type
 
         async def typed(event: Any) -> None:
             self.typed[key.key] = event.value or ""
             await self._changed()
 
         field.on_value_change(typed)
-        return _dense(field).classes("w-full")
+        return outlined(field, "width: 100%", f"{key.comment} ({key.type})" if key.comment else key.type)
 
     def _settings(self) -> tuple[Path, list[str]]:
         """Raises ConfigError for a name that is no place for a run."""
@@ -236,10 +235,6 @@ class NewRun:
         except (AlignerError, OSError) as error:
             self.said.text = f"not started: {error}"
         self.button.enable()
-
-
-def _dense(field: Any) -> Any:
-    return field.props("dense outlined options-dense").classes("min-w-44")
 
 
 def _card(title: str) -> ui.card:

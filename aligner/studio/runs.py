@@ -74,7 +74,8 @@ class Run:
                 self._tail.follow()
             except (DataError, OSError) as error:
                 self.problem = str(error)
-            self.identity = self.identity or _json(self.files.identity)
+            if "recipe" not in self.identity:  # which a run adds after its id
+                self.identity = _json(self.files.identity)
             try:
                 self.state = state_of(self.files, self.steps)
             except (OSError, ValueError) as error:  # a file that is removed meanwhile, or is not text: other runs are shown all the same

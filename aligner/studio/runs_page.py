@@ -89,9 +89,7 @@ class _Table:
         name = "Restore" if self._shows_archived else "Archive"
         self._archive.set_text(name)
         self._archive.props(f'aria-label="{name}"')
-        self._table.selected = []
-        self._selected()
-        await self._refresh()
+        await self._deselect()
 
     def _selected(self) -> None:
         count = len(self._table.selected)
@@ -112,6 +110,9 @@ class _Table:
             await background.io_bound(runs.archive, runs.archived - names if self._shows_archived else runs.archived | names)
         except OSError as error:
             ui.notify(f"could not be written: {error}", type="negative")
+        await self._deselect()
+
+    async def _deselect(self) -> None:
         self._table.selected = []
         self._selected()
         await self._refresh()

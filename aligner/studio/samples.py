@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -78,12 +78,13 @@ class Samples:
         await self._show()
 
     async def _set(self, *, kind: str = "", step: int | None = None, **changed: Any) -> None:
+        if step == self._step:  # the list was only offered anew
+            return
         if kind:
             self._kind, self._step = kind, NEWEST
         elif step is not None:
             self._step = step
-        values = {name: getattr(self._filter, name) for name in Filter.__slots__}
-        self._filter, self._page = Filter(**{**values, **changed}), 1
+        self._filter, self._page = replace(self._filter, **changed), 1
         await self._show()
 
     async def _show(self) -> None:
@@ -91,15 +92,17 @@ class Samples:
         several = {BOTH: "before and after"} if len(steps) > 1 else {}
         newest = {NEWEST: f"newest: {steps[-1]}" if steps else "newest"}
         self._steps.set_options({**newest, **several} | {step: str(step) for step in steps}, value=self._step)
-        self._shown.clear()
+        problem, found = "", Prompts()
         try:
             found = await background.io_bound(self._read)
         except (AlignerError, OSError, ValueError) as error:  # damaged, unreadable, not text
-            with self._shown:
-                ui.label(str(error)).classes("text-negative")
-            return
-        prompts = list(found.items())
+            problem = str(error)
+        self._shown.clear()  # not before: another choice may have been shown meanwhile
         with self._shown:
+            if problem:
+                ui.label(problem).classes("text-negative")
+                return
+            prompts = list(found.items())
             if not prompts:
                 ui.label("No samples." if not steps else "No sample fits the filter.")
             for (prompt, images), answers in prompts[(self._page - 1) * PAGE : self._page * PAGE]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from nicegui import run as background
 from nicegui import ui
@@ -84,7 +85,7 @@ def chart(panel: Panel) -> ui.echart:
 
 def table(title: str, rows: Sequence[Sequence[str]]) -> None:
     """Texts below a header, which is the first row."""
-    ui.label(title).classes("text-h6")
+    ui.label(title).classes("text-h6").props('role="heading" aria-level="2"')
     header, *others = rows or [["none"]]
     columns = [{"name": str(i), "label": name, "field": str(i), "align": "left", "sortable": True} for i, name in enumerate(header)]
     cells = [{str(i): text for i, text in enumerate(row)} for row in others]
@@ -95,6 +96,12 @@ def code(text: str) -> ui.label:
     """Text in a fixed-width font that scrolls in its own box."""
     style = "white-space: pre; overflow: auto; max-height: 60vh; width: 100%; font-family: monospace"
     return ui.label(text).style(style).classes("text-body2 q-pa-sm rounded-borders").props('tabindex="0"')
+
+
+def outlined(field: Any, style: str = "min-width: 11rem", hint: str = "") -> Any:
+    """The field, in the form's look."""
+    field.props["hint"] = hint or None
+    return field.props("dense outlined options-dense hide-bottom-space").style(style)
 
 
 def later(build: Callable[[], Awaitable[None]]) -> None:

@@ -226,7 +226,7 @@ def test_samples_by_step_and_filter(seen: Seen) -> None:
 def test_sessions_with_their_turns_and_branches(seen: Seen) -> None:
     seen.open("/run/first?part=samples")
     seen.until("the session", lambda: "session 0 of 2 branches" in seen.text)
-    group = next(card.text for card in seen.all("main .q-card") if card.text.startswith("Use the tool."))
+    (group,) = [card.text for card in seen.all("main .q-card") if card.text.startswith("Use the tool.")]
     expected = [
         "branch 1",
         "turn 1, reward +0.25",

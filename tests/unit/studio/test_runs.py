@@ -21,7 +21,7 @@ from aligner.reporting.samples_report import differences
 from aligner.studio import runs as module
 from aligner.studio.compare_page import last_figures
 from aligner.studio.run_page import command_line
-from aligner.studio.runs import Run, Runs
+from aligner.studio.runs import Run, Runs, State
 from aligner.studio.runs_page import main_metric, row
 
 
@@ -128,6 +128,28 @@ def test_states(tmp_path: Path) -> None:
     assert found["failed"].why == "model.path=x: does not exist" and "loss is NaN" in found["halted"].why
     assert "no sign of life for 6" in found["dead"].why and found["queued"].why == "Slurm job 77"
     assert found["stalled"].why == "actor: rank 1 holds up rank 0" and "not a lease" in found["damaged"].why
+
+
+def test_a_run_that_has_just_begun_adds_its_recipe_to_its_id(tmp_path: Path) -> None:
+    made = _run(tmp_path, "run", 1, identity='{"run_id": "a"}')
+    (made.health / "actor.0.json").parent.mkdir(exist_ok=True)
+    (made.health / "actor.0.json").write_text("{}")
+    run = _look(Run(tmp_path, tmp_path / "run"))
+    assert run.recipe == "actor"
+    made.identity.write_text('{"run_id": "a", "recipe": "grpo"}')
+    assert _look(run).recipe == "grpo"
+
+
+def test_a_run_that_the_studio_started_is_queued_or_failed_before_it_begins(tmp_path: Path) -> None:
+    log = tmp_path / "group" / "run" / "logs" / "launch.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("")
+    (run,) = Runs(tmp_path).all()
+    assert (run.name, run.state) == ("group/run", State("queued", "has not begun"))
+    log.write_text("checked\nSubmitted batch job 12\n")
+    assert _look(run).state == State("queued", "Slurm job 12")
+    log.write_text("error: sbatch refused the job\n")
+    assert _look(run).state == State("failed", "sbatch refused the job")
 
 
 def test_the_row_of_a_run(tmp_path: Path) -> None:
