@@ -93,10 +93,9 @@ class PPOConfig(PolicyGradientConfig):
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)
-        check_numbers(self, "algorithm", at_least_1=("rollouts_per_step",))
+        check_numbers(self, "algorithm", at_least_1=("rollouts_per_step",), not_negative=("critic_warmup_steps",))
         if self.rollouts_per_step % self.mini_batch_size:
             raise ConfigError(f"algorithm.mini_batch_size={self.mini_batch_size}: must divide rollouts_per_step={self.rollouts_per_step}")
-        check_numbers(self, "algorithm", not_negative=("critic_warmup_steps",))
         check_range(self, "algorithm", FINITE, "pretraining_coef", note=" (0: off)")
         check_range(self, "algorithm", UP_TO_1, "gae_lambda")
 
@@ -142,7 +141,7 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         with clock.phase("critic_wait"):
             critic_metrics = self.critic.begin_step()
         collected, batch = self.sample(step, clock)
-        collected, found = self.critic.values_and_tokens(collected, batch, self.policy, clock)
+        collected, found = self.critic.evaluate(collected, batch, self.policy, clock)
         old_logprobs = found["logprobs"]
         with clock.phase("ref_logprobs"):
             assert task.reference is not None  # `build` asks for one
@@ -155,7 +154,6 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         with clock.phase("train"):
             epochs = 0 if self._is_warming_up(step) else self.config.num_epochs
             key, episodes = f"{task.seed}/{step}", collected.episodes
-            policy_batch = self.critic.beside(policy_batch, value_batch)
             parts = mini_batches(policy_batch, self.config.mini_batch_size, epochs, key=key, episodes=episodes)
             policy_metrics = merge([self._update(part, number) for number, part in enumerate(parts, self.pretraining_batches)])
             policy_metrics = self.critic.learnt(policy_metrics)
@@ -199,6 +197,8 @@ class PPO(OnlineAlgorithm[PPOConfig]):
             loss_mask=mask,
             old_logprobs=old_logprobs,
             advantages=whiten(advantages, mask),
+            old_values=old_values,
+            returns=returns,
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
         )
         value_batch = of_kind(ValueBatch, batch, loss_mask=mask, old_values=old_values, returns=returns)
@@ -251,13 +251,10 @@ class TrainPPO(OnlineRun):
 
     def __post_init__(self) -> None:
         self.critic.check_served(self.parallel, self.num_processes)
-        if self.critic.is_head:
-            how = self.algorithm
-            self.critic.check_head(self.model, self.optimizer, mini_batch_size=how.mini_batch_size, num_epochs=how.num_epochs)
-            if how.critic_warmup_steps:
-                raise ConfigError(
-                    f"algorithm.critic_warmup_steps={how.critic_warmup_steps}: critic.kind=head learns in the policy's updates; allowed: 0"
-                )
+        if self.critic.kind is CriticKind.head:
+            self.critic.check_head(self.model, self.optimizer, self.algorithm)
+            if steps := self.algorithm.critic_warmup_steps:
+                raise ConfigError(f"algorithm.critic_warmup_steps={steps}: critic.kind=head learns in the policy's updates; allowed: 0")
         if self.critic.with_reward and not self.reward.serve:
             raise ConfigError("critic.with_reward=true: needs reward.serve=true: a reward that the actor computes is in no server")
         if self.critic.optimizer.ema_decay:
@@ -273,9 +270,12 @@ class TrainPPO(OnlineRun):
         self.algorithm.shaping.check_length(self.rollout.sampling.longest)
 
     def traits(self) -> Traits:
-        is_head = self.critic.is_head
         traits = self.actor_traits(phases=(Phase.logprobs,), has_reference=True)
-        traits = replace(traits, has_values=is_head, checkpoints=(POLICY,) if is_head else (POLICY, CRITIC))
+        if self.critic.kind is CriticKind.head:
+            own = self.critic.optimizer
+            traits = replace(traits, value_head=PolicyHead(gradient=self.critic.head.gradient, lr=own.lr, min_lr=own.min_lr))
+        else:
+            traits = replace(traits, checkpoints=(POLICY, CRITIC))
         work, text = traits.work, self.pretraining
         if not (self.algorithm.pretraining_coef and work.length):
             return traits
@@ -283,17 +283,14 @@ class TrainPPO(OnlineRun):
         return replace(traits, work=replace(work, update_rows=work.update_rows + added))
 
     def models(self) -> list[UsedModel]:
-        if self.critic.is_head:
-            return OnlineRun.models(self)
         actor, *others = OnlineRun.models(self)
-        own = self.critic.model.or_else(self.model)
-        return [actor, UsedModel(component="critic", key="critic.model", config=own, is_scalar=True), *others]
+        own = UsedModel(component="critic", key="critic.model", config=self.critic.model.or_else(self.model), is_scalar=True)
+        return [actor, *([] if self.critic.kind is CriticKind.head else [own]), *others]
 
     def readers(self) -> dict[str, ModelConfig]:
         own = OnlineRun.readers(self)
-        if self.critic.is_head:
-            return own
-        return {"model": own.pop("model"), "critic.model": self.critic.model.or_else(self.model)} | own
+        critic = {} if self.critic.kind is CriticKind.head else {"critic.model": self.critic.model.or_else(self.model)}
+        return {"model": own.pop("model")} | critic | own
 
     def servers(self) -> Sequence[Server]:
         others = OnlineRun.servers(self)
@@ -329,10 +326,6 @@ class TrainPPO(OnlineRun):
             optimizer=critic.optimizer,
             check=self.check_critic,
         )
-
-    def value_head(self) -> PolicyHead | None:
-        critic = self.critic
-        return PolicyHead(gradient=critic.head.gradient, lr=critic.optimizer.lr, min_lr=critic.optimizer.min_lr) if critic.is_head else None
 
     @property
     def critic_parallel(self) -> ParallelConfig:

@@ -243,7 +243,7 @@ class OnlineJob(Generic[C]):
         config = self.config
         updates = max(config.loop.max_steps - config.steps_without_updates, 1) * config.algorithm.updates_per_step
         how = {"total_steps": updates, "temperature": config.rollout.sampling.temperature, "replay_routes": config.rollout.replays_routes}
-        how |= {"value_head": config.value_head(), "vision": self.tokenizer.vision}
+        how |= {"value_head": config.traits().value_head, "vision": self.tokenizer.vision}
         training = create.training(model, config.optimizer, guard=Guard(config.guard), **how)
         policy = create.create_policy(model, self.files[1], config.parallel, self.session.topology, training)
         if shared is not None:

@@ -30,9 +30,9 @@ from aligner.models.families.wrappers import wrapped_config
 from aligner.models.modules.chunk import Chunk, WholeChunk, global_name
 from aligner.models.modules.linear import is_split, linear_weight
 from aligner.models.modules.lora import MergedWeights
-from aligner.models.modules.scalar_head import HEAD, POLICY_HEAD_FILE, policy_head_name
+from aligner.models.modules.scalar_head import HEAD, POLICY_HEAD_FILE, POLICY_HEAD_NAMES
 from aligner.parallel import platform
-from aligner.parallel.collectives import from_rank_0
+from aligner.parallel.collectives import broadcast_object, from_rank_0
 
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
@@ -89,12 +89,11 @@ def named_shards(chunks: Sequence[Chunk], *, adapters: bool = False) -> list[Par
     return found
 
 
-def all_places(chunks: Sequence[Chunk], *, with_policy_head: bool = False) -> list[Place]:
-    """Every parameter of the whole model once, in Hugging Face's order, heads last; a policy's head of values only if it is asked for.
-    Collective over each pipeline-parallel group."""
+def all_places(chunks: Sequence[Chunk]) -> list[Place]:
+    """Every parameter of the whole model once, in Hugging Face's order, heads last, without a policy's head of values. Collective over each
+    pipeline-parallel group."""
     here = [shard.place for shard in named_shards(chunks) if not shard.place.is_copy]
-    leaves_out = chunks[0].value_gradient is not None and not with_policy_head
-    return places_everywhere(chunks, [place for place in here if not (leaves_out and place.name.startswith(HEAD))])
+    return places_everywhere(chunks, [place for place in here if chunks[0].head is not None or not place.name.startswith(HEAD)])
 
 
 def places_everywhere(chunks: Sequence[Chunk], here: Sequence[Place]) -> list[Place]:
@@ -193,7 +192,7 @@ def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True)
     if with_head and chunks[-1].gives_values and chunks[-1].post_process and (directory / POLICY_HEAD_FILE).exists():
         with safe_open(directory / POLICY_HEAD_FILE, framework="pt") as handle, torch.no_grad():
             for name, parameter in chunks[-1].score_head.named_parameters():
-                parameter.copy_(handle.get_tensor(policy_head_name(name)))
+                parameter.copy_(handle.get_tensor(POLICY_HEAD_NAMES + name))
 
 
 def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = True) -> None:
@@ -213,9 +212,18 @@ def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = Tru
                 part.parameter.copy_(tensor)
 
 
-def export_hf(chunks: Sequence[Chunk], *, merged: bool = True, with_policy_head: bool = False) -> Iterator[tuple[str, Tensor]]:
+def policy_head(chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+    """A policy's head of values, which no reader of its weights knows, as in POLICY_HEAD_FILE; empty for other models. Collective over each
+    pipeline-parallel group."""
+    last, pp = chunks[-1], chunks[-1].pg_collection.pp
+    if last.value_gradient is None:
+        return {}
+    own = {POLICY_HEAD_NAMES + name: one.cpu() for name, one in last.score_head.state_dict().items()} if last.post_process else {}
+    return broadcast_object(own, src=dist.get_global_rank(pp, pp.size() - 1), group=pp)
+
+
+def export_hf(chunks: Sequence[Chunk], *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor in the parameter's dtype) in the order of Hugging Face's model; heads last, tied copies never.
-    A policy's head of values, which its readers do not know, is left out without `with_policy_head`.
 
     Collective over the whole component: every rank consumes the stream to its end, and every rank gets every tensor, one at a time.
     A tensor is to be used, or copied, before the next one is asked for; it may be the parameter itself. `merged`: adapters
@@ -223,13 +231,13 @@ def export_hf(chunks: Sequence[Chunk], *, merged: bool = True, with_policy_head:
     """
     chunk = chunks[0]
     if isinstance(chunk, WholeChunk):
-        yield from chunk.file_tensors(merged=merged, with_policy_head=with_policy_head)
+        yield from chunk.file_tensors(merged=merged)
         return
     table = weight_names(chunk.architecture)
     stacks: dict[str, Tensor] = {}  # of experts, that are not complete
     parameters = {part.place.name: part.parameter for part in named_shards(chunks) if not part.place.is_copy}
     own = MergedWeights(parameters, chunks if merged else [])
-    for place in all_places(chunks, with_policy_head=with_policy_head):
+    for place in all_places(chunks):
         tensor = shard_anywhere(chunk, place, own.get(place.name))
         if place.name.startswith(HEAD):
             yield place.name, tensor
@@ -279,15 +287,12 @@ def save_hf(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
     sizes, written = [0], 0
     pending: dict[str, Tensor] = {}
     weight_map: dict[str, int] = {}
-    values: dict[str, Tensor] = {}  # a policy's head
-    tensors = export_hf(chunks, with_policy_head=True)
+    values = policy_head(chunks)
+    tensors = export_hf(chunks)
     if writer and whole is not None:
         tensors = HFWeights(whole, weight_names(architecture)).as_stored(tensors)
     for name, tensor in tensors:
         if not writer:
-            continue
-        if head is None and name.startswith(HEAD):
-            values[policy_head_name(name)] = tensor.cpu().contiguous()
             continue
         name = head.hf_name(name, architecture.family) if head is not None and name.startswith(HEAD) else name
         num_bytes = tensor.numel() * tensor.element_size()

@@ -14,7 +14,6 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig
 from aligner.errors import NOT_NEGATIVE, POSITIVE, SHARE, ConfigError, check_range
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.modules.scalar_head import PolicyHead
 from aligner.models.training.guard import GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.planner.workload import Phase, Work
@@ -175,10 +174,6 @@ class OnlineRun(JobRun):
                 check=self.check_reward,
             ),
         )
-
-    def value_head(self) -> PolicyHead | None:
-        """A head of values that the policy has; None for a policy alone."""
-        return None
 
     @property
     def sampler(self) -> RolloutConfig:

@@ -27,7 +27,7 @@ from aligner.parallel.collectives import from_rank_0
 from aligner.protocols import Added, Critic, Loss, Policy
 from aligner.telemetry.metrics import Metric
 from aligner.telemetry.metrics import values as numbers
-from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
+from aligner.types import RolloutBatch, ValueBatch
 from aligner.types.batches import BatchT
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class CriticRole:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def values_and_tokens(
+    def evaluate(
         self, collected: ScoredRollouts, batch: RolloutBatch, policy: Policy, clock: Clock
     ) -> tuple[ScoredRollouts, Mapping[str, Tensor]]:
         """The rollouts with their values, and the policy's `logprobs` and `entropy` of their tokens, which are in `batch`."""
@@ -68,10 +68,6 @@ class CriticRole:
 
     def train(self, batch: ValueBatch, step: int, clock: Clock) -> None:
         """Train on the returns of `step`; may return before it is done."""
-
-    def beside(self, policy_batch: PolicyBatch, value_batch: ValueBatch) -> PolicyBatch:
-        """What the policy trains on, with what `added` reads of the same rows."""
-        return policy_batch
 
     def learnt(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """The metrics of the policy's updates without those of `added`."""
@@ -227,16 +223,13 @@ class HeadCritic(CriticRole):
         super().__init__(task)
         self.added = [Added(batch=None, loss=loss, coef=coef)]
 
-    def values_and_tokens(
+    def evaluate(
         self, collected: ScoredRollouts, batch: RolloutBatch, policy: Policy, clock: Clock
     ) -> tuple[ScoredRollouts, Mapping[str, Tensor]]:
         with clock.phase("logprobs"):
             found = policy.per_token(batch, "logprobs", "entropy", "values")
         lengths = batch.lengths.tolist()
         return replace(collected, values=[row[:length] for row, length in zip(found["values"], lengths, strict=True)]), found
-
-    def beside(self, policy_batch: PolicyBatch, value_batch: ValueBatch) -> PolicyBatch:
-        return replace(policy_batch, old_values=value_batch.old_values, returns=value_batch.returns)
 
     def learnt(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         own = {name: metric for name, metric in metrics.items() if name.startswith("value/")}

@@ -17,7 +17,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AT_LEAST_1, FINITE, NOT_NEGATIVE, ConfigError, check_numbers, check_range
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.modules.scalar_head import Pooling
+from aligner.models.modules.scalar_head import PolicyHead, Pooling
 from aligner.models.training.guard import GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
@@ -74,7 +74,7 @@ class Traits:
     role: str  # of the component that trains or writes: actor, trainer, writer
     work: Work  # of one of its steps
     head: Head = Head.language
-    has_values: bool = False  # a head of values beside the output layer
+    value_head: PolicyHead | None = None  # beside the output layer
     has_reference: bool = False  # a frozen copy of what is trained
     has_engine: bool = False  # it samples, as `rollout` says
     checkpoints: Sequence[str] = (POLICY,)  # folders of a run directory's checkpoints that have to agree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -21,7 +21,6 @@ from aligner.servers.config import ServerConfig
 
 SERVERS = ("critic", "reward")  # components that answer the one that trains, and the sections of their settings
 _SECTIONS = {"model": ModelConfig, "parallel": ParallelConfig, "optimizer": OptimizerConfig, "server": ServerConfig}
-_OF_HEAD = {("optimizer", "lr"), ("optimizer", "min_lr")}  # what a head on the policy has of its own
 _KEYS = {name: rf"{name}\.(?:{'|'.join(field.name for field in fields(section))})" for name, section in _SECTIONS.items()}
 
 
@@ -95,13 +94,9 @@ class CriticConfig:
     def is_served(self) -> bool:
         return self.kind is CriticKind.server
 
-    @property
-    def is_head(self) -> bool:
-        return self.kind is CriticKind.head
-
     def check_served(self, parallel: ParallelConfig, num_processes: int) -> None:
         """Raise ConfigError for settings of a component of its own, if the critic is in the actor's processes, of this layout."""
-        if not self.is_head and self.head != CriticHeadConfig():
+        if self.kind is not CriticKind.head and self.head != CriticHeadConfig():
             raise ConfigError(f"critic.head: critic.kind={self.kind.value} has no head on the policy; allowed: critic.kind=head")
         if self.is_served:
             return
@@ -114,29 +109,29 @@ class CriticConfig:
         }
         defaults = ServerConfig()
         own |= {f"server.{one.name}": (getattr(self.server, one.name), (getattr(defaults, one.name),)) for one in fields(self.server)}
+        self._check(own, "has no component of its own: the critic is in the actor's processes and layout", "critic.kind=server")
+
+    def check_head(self, model: ModelConfig, optimizer: OptimizerConfig, algorithm: Any) -> None:
+        """Raise ConfigError for settings that a head on the policy does not have: it is trained with the policy, which has these."""
+        defaults, own = CriticConfig(), {}
+        for section, of_policy, names in (
+            ("", algorithm, ("mini_batch_size", "num_epochs")),
+            ("model.", model, [one.name for one in fields(model)]),
+            ("optimizer.", optimizer, [one.name for one in fields(optimizer) if one.name not in ("lr", "min_lr")]),
+        ):
+            read = {section + name: (attrgetter(section + name), getattr(of_policy, name)) for name in names}
+            own |= {name: (get(self), (get(defaults), value)) for name, (get, value) in read.items()}
+        self._check(own, "is trained with the policy, in its updates", "the policy's")
+        if not optimizer.distributed and optimizer.kind is not OptimizerKind.muon:
+            raise ConfigError("optimizer.distributed=false: the head of critic.kind=head has a learning rate of its own; allowed: true")
+
+    def _check(self, own: Mapping[str, tuple[Any, Sequence[Any]]], why: str, instead: str) -> None:
         for name, (value, allowed) in own.items():
             if value not in allowed:
                 written = "" if name == "parallel" else f"={value}"
                 raise ConfigError(
-                    f"critic.{name}{written}: critic.kind={self.kind.value} has no component of its own: the critic is in the actor's "
-                    f"processes and layout; allowed: critic.kind=server, or leave critic.{name} out"
+                    f"critic.{name}{written}: critic.kind={self.kind.value} {why}; allowed: {instead}, or leave critic.{name} out"
                 )
-
-    def check_head(self, model: ModelConfig, optimizer: OptimizerConfig, *, mini_batch_size: int, num_epochs: int) -> None:
-        """Raise ConfigError for settings that a head on the policy does not have: it is trained with the policy, which has these."""
-        defaults = CriticConfig()
-        own = {"mini_batch_size": (self.mini_batch_size, mini_batch_size), "num_epochs": (self.num_epochs, num_epochs)}
-        for section, of_policy in (("model", model), ("optimizer", optimizer)):
-            names = [one.name for one in fields(of_policy) if (section, one.name) not in _OF_HEAD]
-            own |= {f"{section}.{name}": (getattr(getattr(self, section), name), getattr(of_policy, name)) for name in names}
-        for name, (value, of_policy) in own.items():
-            if value not in (of_policy, attrgetter(name)(defaults)):
-                raise ConfigError(
-                    f"critic.{name}={value}: critic.kind=head is trained with the policy, in its updates; allowed: the policy's "
-                    f"({of_policy}), or leave critic.{name} out"
-                )
-        if not optimizer.distributed and optimizer.kind is not OptimizerKind.muon:
-            raise ConfigError("optimizer.distributed=false: the head of critic.kind=head has a learning rate of its own; allowed: true")
 
 
 @dataclass(kw_only=True, slots=True)

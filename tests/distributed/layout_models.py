@@ -25,8 +25,8 @@ from aligner.losses.value import value_loss
 from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig, Recompute
 from aligner.models.create import create_policy, create_reward_model, create_value_model, training
 from aligner.models.modules.peft import CONFIG_FILE, WEIGHTS_FILE, export_adapters, peft_config, projections
-from aligner.models.modules.scalar_head import HEAD, HeadGradient, PolicyHead, Pooling, ScalarHead
-from aligner.models.weights import export_hf
+from aligner.models.modules.scalar_head import HeadGradient, PolicyHead, Pooling, ScalarHead
+from aligner.models.weights import export_hf, policy_head
 from aligner.parallel.topology import ParallelConfig
 from aligner.protocols import Added
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, Routes, StepBatch, ValueBatch
@@ -245,15 +245,14 @@ def gradients(chunks) -> dict[str, torch.Tensor]:
         p.data = p.main_grad.data
     full = exported(chunks)
     if chunks[0].lora.is_on:
-        heads = {name: tensor for name, tensor in full.items() if name.startswith(HEAD) and chunks[0].head is None}
-        full = heads | {name: tensor.clone() for name, tensor in export_adapters(chunks)}
+        full = policy_head(chunks) | {name: tensor.clone() for name, tensor in export_adapters(chunks)}
     for p, data in zip(parameters, weights, strict=True):
         p.data = data
     return full
 
 
 def exported(chunks) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in export_hf(chunks, with_policy_head=True)}
+    return {name: tensor.clone() for name, tensor in export_hf(chunks)} | policy_head(chunks)
 
 
 def train_step(model, batch, loss, added=()) -> dict[str, float]:

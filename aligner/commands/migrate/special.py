@@ -243,23 +243,19 @@ def _has_reward_model(entry: Entry, context: Context) -> bool:
 
 def trl_reward_model(entry: Entry, value: Any, context: Context) -> Meaning:
     """A critic of its own starts from the reward model too."""
-    return model(replace(entry, ours=entry.ours[:1] if _has_value_head(context) else entry.ours), value, context)
+    return model(replace(entry, ours=entry.ours[:1] if context.value(VALUE_HEAD) else entry.ours), value, context)
 
 
 def trl_value_coef(entry: Entry, value: Any, context: Context) -> Meaning:
-    if _has_value_head(context):
+    if context.value(VALUE_HEAD):
         return to_ours(entry, value)
     note = "the critic has its own optimizer (critic.optimizer.lr), so its loss needs no weight"
     return Meaning(absent=True, note=note, severity="cosmetic")
 
 
-def _has_value_head(context: Context) -> bool:
-    return context.value(VALUE_HEAD) is True
-
-
 def _together(context: Context, *, rewards: bool) -> dict[str, Any]:
     """The critic in the actor's processes, a reward model's server on the same GPUs, and what is not needed in host memory."""
-    is_head = _has_value_head(context)
+    is_head = bool(context.value(VALUE_HEAD))
     found: dict[str, Any] = {"critic.kind": "head" if is_head else "model"} if context.recipe == "ppo" else {}
     if rewards:
         return found | {"placement": "colocated"}

@@ -247,7 +247,7 @@ def _main(config: JobRun, checked: bool) -> Component:
         optimizer=config.optimizer if trains else None,
         work=traits.work,
         engine=engine,
-        has_values=traits.has_values,
+        has_values=traits.value_head is not None,
         has_reference=traits.has_reference,
         saves_asynchronously=trains and config.checkpoint.asynchronous,
         turns=frozenset() if config.server_placement is Placement.separate else turns,

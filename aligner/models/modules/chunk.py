@@ -99,9 +99,9 @@ class WholeChunk(Chunk):
         """Fill the chunk from a Hugging Face directory; a head that it lacks, and every one without `with_head`, stays as it is."""
 
     @abstractmethod
-    def file_tensors(self, *, merged: bool = True, with_policy_head: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(name in Hugging Face's files, tensor) of the whole model, if `merged` with its adapters; the head's, by our names, last, and a
-        policy's head of values only if it is asked for."""
+    def file_tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(name in Hugging Face's files, tensor) of the whole model, if `merged` with its adapters; the head's, by our names, last, without
+        a policy's head of values."""
 
 
 def global_name(chunk: Chunk, name: str) -> str:

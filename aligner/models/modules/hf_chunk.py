@@ -236,18 +236,16 @@ class HFChunk(WholeChunk):
                 with safe_open(directory / file, framework="pt") as handle, torch.no_grad():
                     parameter.copy_(handle.get_tensor(theirs))
 
-    def file_tensors(self, *, merged: bool = True, with_policy_head: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def file_tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         self.settle()
-        yield from self._in_files(MergedWeights(self._in_exports(with_policy_head=with_policy_head), [self] if merged else []))
+        own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
+        yield from self._in_files(MergedWeights(own, [self] if merged else []))
 
     def file_outline(self) -> Iterator[tuple[str, Tensor]]:
         """`file_tensors` on the meta device."""
-        weights = {name: linear_weight(parameter) for name, parameter in self._in_exports().items()}
+        own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
+        weights = {name: linear_weight(parameter) for name, parameter in own.items()}
         yield from self._in_files({name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weights.items()})
-
-    def _in_exports(self, *, with_policy_head: bool = False) -> dict[str, Tensor]:
-        left_out = (ADAPTER,) if with_policy_head or self.value_gradient is None else (ADAPTER, HEAD)
-        return {name: parameter for name, parameter in self.named_parameters() if not any(one in name for one in left_out)}
 
     def _in_files(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """One layer at a time: what is converted, or has an adapter merged into it, takes memory."""
@@ -255,7 +253,7 @@ class HFChunk(WholeChunk):
 
         for _, names in groupby((name for name in own if name.startswith(PREFIX)), key=layer_of):
             yield from revert_weight_conversion(self.hf, {name.removeprefix(PREFIX): own[name].detach() for name in names}).items()
-        yield from ((name, own[name].detach()) for name in own if name.startswith(HEAD))
+        yield from ((name, own[name].detach()) for name in own if self.head is not None and name.startswith(HEAD))
 
     def _untie(self) -> None:
         """An output layer that the files have apart from the embedding stays apart, whatever the config says, in copies and exports too."""

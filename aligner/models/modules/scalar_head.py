@@ -16,7 +16,7 @@ HEAD = "score_head."  # begins the names of its parameters
 HF_HEADS = ("score.", "classifier.")  # the same in Hugging Face's models
 POLICY_HEAD = "value_head"  # key of the marker of a policy with a head of values
 POLICY_HEAD_FILE = "value_head.safetensors"  # the same beside its export, with the names that TRL and LLaMA-Factory give the tensors
-_POLICY_HEAD_NAMES = "v_head.summary."
+POLICY_HEAD_NAMES = "v_head.summary."
 _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _LANGUAGE_CLASSES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "")
 
@@ -76,8 +76,7 @@ class HeadGradient(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyHead:
-    """A head of values on a policy, beside its output layer, and how it learns: with the learning rate of its own, by the policy's
-    optimizer."""
+    """A head of values on a policy, beside its output layer, and how the policy's optimizer trains it."""
 
     gradient: HeadGradient
     lr: float
@@ -85,11 +84,6 @@ class PolicyHead:
 
 
 VALUES = ScalarHead(outputs=("value",), pooling=Pooling.tokens)
-
-
-def policy_head_name(name: str) -> str:
-    """The name in POLICY_HEAD_FILE of one of the head's parameters."""
-    return _POLICY_HEAD_NAMES + name.removeprefix(HEAD)
 
 
 def read_head(directory: Path) -> ScalarHead | None:

@@ -164,8 +164,7 @@ def settle_files(optimizer: Any) -> None:
 
 
 def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype, *, head: PolicyHead | None = None) -> Any:
-    """Megatron's distributed optimizer (states sharded over data-parallel ranks) for the DDP-wrapped chunks of one model, whose `head`
-    of values may have a learning rate of its own."""
+    """Megatron's distributed optimizer (states sharded over data-parallel ranks) for the DDP-wrapped chunks of one model."""
     settings = mcore.OptimizerConfig(
         optimizer="adam" if config.kind is OptimizerKind.adam else "sgd",  # of which the class is another in the block below
         lr=config.lr,

@@ -15,11 +15,9 @@ from aligner.types import Batch, LossOutput, TokenOutputs
 
 def joined(batch: Batch, loss: Loss, added: Sequence[Added]) -> Loss:
     """The loss of a step, and those that are added to it on the step's own batch: one pass gives the outputs of all."""
-    others = [replace(one, batch=batch) for one in added if one.batch is None]
-    if not others:
+    losses = [loss, *(scaled(replace(one, batch=batch), loss_count(batch, loss)) for one in added if one.batch is None)]
+    if len(losses) == 1:
         return loss
-    count = loss_count(batch, loss)
-    losses = [loss, *(scaled(one, count) for one in others)]
 
     def all_of(outputs: TokenOutputs, part: Batch) -> LossOutput:
         results = [one(outputs, part) for one in losses]

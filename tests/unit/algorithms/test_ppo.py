@@ -261,7 +261,7 @@ def test_the_state_names_the_training_that_it_goes_with(fakes, make_task) -> Non
     algorithm.step(1, Clock())
     assert algorithm.state()["critic_mark"] == "after 1"
 
-    def broken(part, loss):
+    def broken(part, loss, added):
         raise ServerUnreachable("in the policy's update")
 
     algorithm.policy.train_step = broken

@@ -139,7 +139,7 @@ def test_without_text_nothing_is_added_or_kept(fakes, make_task) -> None:
     task = make_task([])
     algorithm = PPO(PPOConfig(rollouts_per_step=4, mini_batch_size=2), fakes.FakePolicy([]), task, ServedCritic(task, fakes.FakeCritic([])))
     algorithm.step(1, Clock())
-    assert algorithm.policy.added == [(), ()] and "pretraining_batches" not in algorithm.state()
+    assert algorithm.policy.added == [[], []] and "pretraining_batches" not in algorithm.state()
     later = ptx(fakes, make_task([]))  # the text is switched on in a run that began without
     later.load_state(algorithm.state())
     assert later.state()["pretraining_batches"] == 0

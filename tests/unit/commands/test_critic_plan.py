@@ -1,4 +1,4 @@
-"""What a plan knows of a critic in the actor's processes (`critic.kind=model`, `head`): its memory and layout, and which component is none."""
+"""What a plan knows of a critic in the actor's processes (`critic.kind=model`, `head`): its memory and layout, and what is no component."""
 
 from __future__ import annotations
 
