@@ -31,7 +31,7 @@ TIER := not slow
 HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 NO_TESTS := 5# pytest's exit code where ARGS choose none
 
-.PHONY: help settings house chaos test-versions test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo demo-vision learn learn-supervised test test-all mutants preflight bench bench-full transformer-engine lint format hooks docs clean lm-eval
+.PHONY: help settings house chaos test-versions test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo demo-vision learn learn-precision learn-supervised test test-all mutants preflight bench bench-full transformer-engine lint format hooks docs clean lm-eval
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -54,6 +54,9 @@ demo-vision: $(STAMP) ## a tiny model that sees adds two handwritten digits: SFT
 
 learn: $(STAMP) ## every estimator trained on small sums, with a table; fails where one does not learn (about 20 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/learning/run.py $(ARGS)
+
+learn-precision: $(STAMP) ## which correction keeps GRPO stable with rollouts in FP8 and INT8, with a table (stories260k needs ../shared/data; under an hour)
+	@$(RUN_ENV) $(BIN)/python examples/learning/precision.py $(ARGS)
 
 learn-supervised: $(STAMP) ## supervised, preference and reward recipes from a pretrained model, with a table (needs ../shared/data; about 20 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/learning/supervised.py $(ARGS)

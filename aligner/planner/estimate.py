@@ -37,7 +37,7 @@ from aligner.planner.memory import (
 from aligner.planner.times import PhaseTime, phase_times
 from aligner.planner.tower import features_seen, tower_of
 from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, Phase, StateBytes, Tower
-from aligner.rollout.builtin.quantized import is_quantized
+from aligner.rollout.builtin.weights import is_quantized
 from aligner.rollout.config import EngineKind, check_ahead, check_engine, check_precision
 from aligner.servers.components import SERVERS, in_section
 

@@ -421,8 +421,7 @@ def prefill_bytes(component: Component, engine: Engine) -> int:
     chunk = min(engine.prefill_chunk_tokens, decode_batch(component, engine) * prompt)
     size = chunk * (3 * architecture.hidden_size + 3 * architecture.token_ffn_size // engine.tp) * item
     if prompt > chunk:
-        earlier = prompt * kv_numbers_per_token(component, engine)[0] * item // max(1, architecture.key_value_layers)
-        size += earlier + chunk * prompt * (1 + item)
+        size += prompt * kv_bytes_per_token(component, engine) // max(1, architecture.key_value_layers) + chunk * prompt * (1 + item)
     return size
 
 

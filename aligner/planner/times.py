@@ -47,7 +47,6 @@ from aligner.planner.memory import (
     disk_optimizer,
     host_elements,
     kv_bytes_per_token,
-    kv_numbers_per_token,
     state_bytes,
     trained_bytes,
 )
@@ -277,8 +276,7 @@ def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     a, k, tp = component.architecture, kernels(component, cluster), engine.tp
     linear, _ = layer_flops(component, 1)
     vocabulary = padded_vocabulary(component) / tp
-    kv = kv_numbers_per_token(component, engine)[0] * component.dtype_bytes  # codes are numbers while they are computed with
-    state = 2 * state_bytes(component, engine)  # read and written
+    kv, state = kv_bytes_per_token(component, engine), 2 * state_bytes(component, engine)  # read and written
     attention = 2.0 * a.num_attention_heads / tp * attention_width(a) * a.key_value_layers
     of_experts = expert_bytes(component, sizes.engine_weights, tp)
     # Graphs on a GPU, compiled kernels on a CPU.

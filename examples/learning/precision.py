@@ -4,7 +4,8 @@ The tasks: the sums of run.py, with its dense start and with a start that is a m
 (`--data`, skipped without). Weights and cache of the built-in engine are in the model's own precision (float32), FP8 and INT8, emulated on
 a CPU. Corrections are those of `algorithm.correction.kind` with their default limits, and on the mixture `rollout.routing_replay=replay`.
 Every case is run with each seed; in the model's own precision, where the gap is rounding, without a correction alone. A run counts as
-diverged if it ends with an error, or if its last third has less than four fifths of the reward of its first third. Results go to <directory>/precision.json and precision.md; whatever is there is not run again.
+diverged if it ends with an error, or if its last third has less than four fifths of the reward of its first third. Results go to
+<directory>/precision.json and precision.md; whatever is there is not run again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CORRECTIONS = ("none", "tis", "mis", "icepop")
 REPLAY = "routing replay"
 MIXTURE = (
     *("model.architecture.family=mixtral", "model.architecture.num_experts=4", "model.architecture.experts_per_token=2"),
-    "model.architecture.expert_ffn_hidden_size=128",
+    *("model.architecture.expert_ffn_hidden_size=128", "model.architecture.ffn_hidden_size=128"),
 )
 # Two updates on a batch, and no KL term: nothing but the clip and the correction holds the policy.
 FREE = ("algorithm.kl_coef=0", f"loop.max_steps={STEPS}")

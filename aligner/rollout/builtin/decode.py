@@ -72,11 +72,6 @@ class Shards:
     count: int = 1
     group: dist.ProcessGroup | None = None
 
-    @property
-    def across(self) -> dist.ProcessGroup | None:
-        """The group, if others have shares too."""
-        return self.group if self.count > 1 else None
-
 
 class Decoder:
     """A language model's forward pass over a KV cache. Collective over the group of `shards`. `page_size` 0: the kernels' own."""

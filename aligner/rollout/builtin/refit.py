@@ -32,8 +32,17 @@ from aligner.parallel.collectives import together
 from aligner.parallel.reshard import Move, Sharding, pieces, plan
 from aligner.parallel.transfer import Lanes, Refill, block_group, sum_over_holders
 from aligner.rollout.builtin.decode import Shards
-from aligner.rollout.builtin.quantized import QuantizedWeight, quantized_room
-from aligner.rollout.builtin.weights import ModelWeights, adapters_of, by_role, moves, named_parameters, usable_in_place, with_adapters
+from aligner.rollout.builtin.weights import (
+    ModelWeights,
+    QuantizedWeight,
+    adapters_of,
+    by_role,
+    moves,
+    named_parameters,
+    quantized_room,
+    usable_in_place,
+    with_adapters,
+)
 from aligner.rollout.config import LORA_LAYOUT, Precision, RolloutConfig, VerifyRefit, check_splits
 from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, along, global_manifest, named_few, not_finite
 
@@ -49,7 +58,7 @@ class TrainingWeights:
         self._chunk, self.named = chunk, named_parameters([chunk])  # all weights by their global names
         self._checked = checked
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
-        self._rounded = quantized_room(_shapes(self.named), precision, chunk.config.params_dtype, self.shards.across, adapters_of(chunk))
+        self._rounded = quantized_room(self.named, precision, chunk.config.params_dtype, self.shards.group, adapters_of(chunk))
         self._room = Room(self._rounded.values())
         self.model: ModelWeights = by_role(with_adapters(chunk, self.named) | self._rounded, chunk.architecture)
 
@@ -79,7 +88,7 @@ class SnapshotWeights(TrainingWeights):
         self.named = allocated(specs, stacked=_stacks())
         # A group of their own: in training's the collectives of the two threads would meet.
         self.shards = replace(self.shards, group=block_group(self.shards.count))
-        self._rounded = {name: replace(one, group=one.group and self.shards.across) for name, one in self._rounded.items()}
+        self._rounded = {name: replace(one, group=one.group and self.shards.group) for name, one in self._rounded.items()}
         self.model = by_role(self.named | self._rounded, chunk.architecture)
 
     @torch.no_grad()
@@ -123,7 +132,7 @@ class OwnWeights:
         self._verified = verified
         # The first rank's vocabulary rows: the last rank may have fewer, but all must hold equally many.
         self._specs = {move.name: TensorSpec(shape=move.target_shape(0), dtype=move.dtype) for move in self._moves}
-        self._rounded = quantized_room(_shapes(self._specs), precision, chunks[0].config.params_dtype, self.shards.across)
+        self._rounded = quantized_room(self._specs, precision, chunks[0].config.params_dtype, self.shards.group)
         self.named = allocated({name: spec for name, spec in self._specs.items() if name not in self._rounded}, stacked=_stacks())
         parts: dict[str, list[Move]] = {}
         for move in self._moves:  # those that are rounded layer by layer, decoder.layers.NUMBER
@@ -194,10 +203,6 @@ class Room:
     def release(self) -> None:
         for storage, _ in self._storages.values():
             storage.resize_(0)
-
-
-def _shapes(tensors: Mapping[str, Tensor | TensorSpec]) -> dict[str, torch.Size]:
-    return {name: torch.Size(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _round(rounded: Mapping[str, QuantizedWeight], sources: Mapping[str, Tensor]) -> int:

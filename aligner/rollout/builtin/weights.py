@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,13 +21,18 @@ from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, OUTPUT_PROJECTION, PROJECTION, Layout
 from aligner.models.modules.build import LanguageModel
 from aligner.models.modules.chunk import global_name
+from aligner.models.modules.layers import SPLIT_INPUTS
 from aligner.models.modules.linear import PackedWeight, linear_weight
 from aligner.models.modules.lora import Adapter, named_adapters
+from aligner.models.modules.packed import LINEARS
 from aligner.models.modules.scalar_head import HEAD
 from aligner.models.weights import Place, all_places, tensor_group
+from aligner.parallel import platform
 from aligner.parallel.reshard import Move, Sharding, even, grouped, padded, replicated
-from aligner.rollout.builtin.quantized import QuantizedWeight
+from aligner.rollout.builtin.quantized import CODES, decoded, encoded, scales_of
+from aligner.rollout.config import Precision
 
+_MULTIPLE = 16  # of both sizes of a matrix, for `torch._scaled_mm`
 POSITIONS = "embedding.position_embeddings.weight"
 
 
@@ -50,6 +57,63 @@ class AdaptedWeight:
     def storage(self) -> tuple[Tensor, ...]:
         """All tensors of it."""
         return (*linear_weight(self.parameter).storage, *(() if self.adapter is None else self.adapter.parameters()))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """This rank's share of a linear layer's weight as codes [rows, inputs], with the layer's adapter (if any) beside it, in its precision.
+
+    Rows that the ranks of a replica share have one scale, so several ranks have the codes of one. On a GPU that multiplies FP8 (compute
+    capability 8.9) in bfloat16 the product is `torch._scaled_mm`; elsewhere it is emulated by the same codes, multiplied in float32.
+    """
+
+    codes: Tensor
+    scales: Tensor  # float32 [rows, 1]
+    dtype: torch.dtype  # of the numbers
+    group: dist.ProcessGroup | None  # the ranks that have the other inputs; None: all are here
+    adapter: Adapter | None = None
+
+    @torch.no_grad()
+    def take(self, numbers: Tensor) -> None:
+        """Become these numbers [rows, inputs]. Collective over the group."""
+        self.scales.copy_(scales_of(numbers.detach(), self.codes.dtype, group=self.group))
+        self.codes.copy_(encoded(numbers.detach(), self.scales, self.codes.dtype))
+
+    def product(self, x: Tensor) -> Tensor:
+        """As `F.linear`, of [N, inputs]. Collective over the group in FP8."""
+        out = F.linear(x, self._dense()) if self.codes.dtype == torch.int8 else self._fp8_product(x)
+        return out if self.adapter is None else out + self.adapter.share(x)
+
+    def numbers(self) -> Tensor:
+        """All of it, dense, with the adapter added up."""
+        return self._dense() if self.adapter is None else self.adapter.merged(linear_weight(self._dense()))
+
+    @property
+    def own(self) -> tuple[Tensor, Tensor]:
+        """The tensors that only the engine has."""
+        return self.codes, self.scales
+
+    @property
+    def storage(self) -> tuple[Tensor, ...]:
+        """All tensors of it."""
+        return (*self.own, *(() if self.adapter is None else self.adapter.parameters()))
+
+    def _dense(self) -> Tensor:
+        return decoded(self.codes, self.scales).to(self.dtype)
+
+    def _fp8_product(self, x: Tensor) -> Tensor:
+        scales = scales_of(x, self.codes.dtype, group=self.group)
+        codes = encoded(x, scales, self.codes.dtype)
+        if multiplies_fp8(x, self.codes):
+            return torch._scaled_mm(codes, self.codes.t(), scales, self.scales.t(), out_dtype=x.dtype)
+        return (F.linear(codes.float(), self.codes.float()) * scales * self.scales.t()).to(x.dtype)
+
+
+def multiplies_fp8(x: Tensor, codes: Tensor) -> bool:
+    """Whether the device has a kernel for the product of rows like `x` with a weight of these codes."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or any(size % _MULTIPLE for size in codes.shape):
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 Stored = AdaptedWeight | QuantizedWeight  # a linear layer's weight in another form than a tensor of its numbers
@@ -295,3 +359,26 @@ def usable_in_place(chunk: LanguageModel, *, tp: int, rounds: bool = False) -> b
     if not architecture.num_experts:
         return same
     return same and groups.ep.size() == 1 and groups.expt_tp.size() == tp
+
+
+def is_quantized(name: str) -> bool:
+    """Whether `rollout.precision` is about the tensor with this global name: weights of the layers' linear layers; not embeddings, the
+    output layer, norms, routers, projections onto latents, nor a vision tower."""
+    layer, _, kind = name.rpartition(".")
+    return name.startswith("decoder.layers.") and kind == "weight" and layer.rsplit(".", 1)[-1] in LINEARS
+
+
+def quantized_room(
+    tensors: Mapping[str, Any],
+    precision: Precision,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    adapters: Mapping[str, Adapter] | None = None,
+) -> dict[str, QuantizedWeight]:
+    """Room for those of the named tensors that are quantized, of any contents; none with `model`. `group`: the ranks of a replica."""
+    found, device = {}, platform.device()
+    for name in filter(is_quantized, tensors if precision.is_on else ()):
+        shape, splits_inputs = tensors[name].shape, name.split(".")[-2] in SPLIT_INPUTS
+        codes, scales = torch.empty(shape, dtype=CODES[precision], device=device), torch.ones(shape[0], 1, device=device)
+        found[name] = QuantizedWeight(codes, scales, dtype, group if splits_inputs else None, (adapters or {}).get(name))
+    return found

@@ -11,15 +11,15 @@ from plan_parts import architecture, memory_of, work
 from aligner.algorithms.sft import TrainSFT
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
-from aligner.models.config import Dtype, Recompute
+from aligner.models.config import Dtype, LoraConfig, Recompute
 from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import estimate, layers, memory, times, workload
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.estimate import check
+from aligner.planner.estimate import check, engine_weight_bytes
 from aligner.planner.workload import GIB, BlockBytes, Component, Engine, Parameter, Phase, ResponseLengths, StateBytes
-from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
+from aligner.rollout.config import EngineKind, Kernels, Precision, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
 from aligner.settings.compose import compose
 from aligner.types import SamplingConfig
 
@@ -98,6 +98,27 @@ def test_delta_nets_have_states_instead_of_keys_and_values() -> None:
     rule = 8 * (3 * 8 * 16 + 64 * (2 * 8 + 12 + 16))
     delta = 2 * (64 * (2 * 32 + 2 * 128 + 2 * 8) + 128 * 64 + 4 * (64 + 128) + rule)
     assert linear == attention / 4 + delta * 3 / 4 + feed_forward and quadratic == 2 * 64 * 100 / 4
+
+
+def test_a_cache_and_weights_in_one_byte() -> None:
+    """8 layers, 4 groups of 8 numbers, keys and values in bfloat16; a matrix of 64 x 256 in each layer."""
+    engine = plan_parts.engine(kv_cache_tokens=1000)
+    kept = replace(engine, settings=RolloutConfig(precision=Precision.int8, cache_precision=Precision.fp8))
+    own = component(engine=kept)
+    assert memory.kv_bytes_per_token(own, engine) == 8 * 2 * 4 * 8 * 2
+    assert memory.kv_bytes_per_token(own, kept) == 8 * 2 * 4 * (8 + 2)  # a byte each, and a scale in bfloat16
+    linears = [Parameter(name=f"decoder.layers.{n}.mlp.linear_fc1.weight", numel=64 * 256, itemsize=2) for n in range(8)]
+    others = [Parameter(name="embedding.word_embeddings.weight", numel=1000, itemsize=2)]
+    shards = [[[*linears, *others]]]
+    weights, rounded = engine_weight_bytes(own, shards), engine_weight_bytes(own, shards, only_rounded=True)
+    assert (weights, rounded) == (8 * 64 * 256 * 2 + 2000, 8 * 64 * 256 * 2)
+    assert engine_weight_bytes(replace(own, engine=engine), shards, only_rounded=True) == 0
+    sizes = replace(plan_parts.sizes(engine_weights=weights), engine_rounded=rounded)
+    assert memory.engine_bytes(own, sizes) == 8 * 64 * 256  # in place: a copy beside the policy's
+    apart = component(engine=kept, parallel={"pp": 2})
+    assert memory.engine_bytes(apart, sizes) == 8 * 64 * 256 + 2000
+    assert memory.engine_bytes(component(engine=engine, parallel={"pp": 2}), replace(sizes, engine_rounded=0)) == weights
+    assert not component(engine=kept, model={"lora": LoraConfig(rank=2)}).engine_holds_weights  # adapters are beside the copy
 
 
 def test_engine_weights_of_its_own() -> None:

@@ -17,11 +17,11 @@ from aligner.models.modules.linear import operators
 from aligner.models.modules.lora import named_adapters
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.rollout.builtin import quantized
+from aligner.rollout.builtin import weights as weights_module
 from aligner.rollout.builtin.attention import DecodeBatch, GatheredAttention, PagedKV, plan_decode
-from aligner.rollout.builtin.quantized import CODES, QuantizedWeight, decoded, encoded, is_quantized, scales_of
+from aligner.rollout.builtin.quantized import CODES, decoded, encoded, scales_of
 from aligner.rollout.builtin.refit import OwnWeights, SnapshotWeights, TrainingWeights, rollout_weights
-from aligner.rollout.builtin.weights import named_parameters
+from aligner.rollout.builtin.weights import QuantizedWeight, is_quantized, named_parameters
 from aligner.rollout.config import AsynchronousConfig, EngineKind, Precision, RolloutConfig, VerifyRefit, check_precision, check_settings
 from aligner.rollout.create import create_engine
 from aligner.types import LabeledBatch, SamplingConfig
@@ -98,7 +98,7 @@ def test_the_emulated_product_is_that_of_torchs_kernel(monkeypatch):
     x = torch.randn(5, 32, generator=generator) * torch.logspace(-2, 2, 5)[:, None]
     emulated = weight.product(x)
     torch.testing.assert_close(emulated, F.linear(rounded(x, Precision.fp8), weight.numbers()), rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr(quantized, "multiplies_fp8", lambda x, codes: True)
+    monkeypatch.setattr(weights_module, "multiplies_fp8", lambda x, codes: True)
     torch.testing.assert_close(weight.product(x), emulated, rtol=1e-4, atol=1e-4)  # of outputs up to 100
     assert not torch.allclose(emulated, F.linear(x, weight.numbers()), rtol=1e-3)  # inputs are rounded too
 
