@@ -160,15 +160,18 @@ def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, 
     taken = inspect.signature(model.get_image_features).parameters
     sized = "image_sizes" in taken and taken["image_sizes"].default is inspect.Parameter.empty
 
-    def look(pixels: torch.Tensor) -> torch.Tensor:
+    def look(pixels: torch.Tensor) -> tuple[torch.Tensor, Any]:
         more = {"image_sizes": torch.full((len(pixels), 2), own.image_size)} if sized else {}
-        found = model.get_image_features(pixels[None] if "pixel_attention_mask" in taken else pixels, **more).pooler_output
-        return found if isinstance(found, torch.Tensor) else torch.cat(list(found))
+        output = model.get_image_features(pixels[None] if "pixel_attention_mask" in taken else pixels, **more)
+        found = output.pooler_output
+        return found if isinstance(found, torch.Tensor) else torch.cat(
+            list(found)
+        ), output  # which the model holds until its text part is done
 
     model.train()
     pictures = [torch.ones(count, 3, own.image_size, own.image_size) for count in _COUNTS]
     by_count = [_moments(pixels, lambda pixels=pixels: look(pixels)) for pixels in pictures]
-    features = [look(pixels).numel() // config.get_text_config().hidden_size for pixels in pictures]
+    features = [look(pixels)[0].numel() // config.get_text_config().hidden_size for pixels in pictures]
     seen, (few, many) = features_seen(component), features
     # By feature, with what the mask of pictures beside each other adds for each: a x + b x^2.
     bend = [(b / many - a / few) / (many - few) for a, b in zip(*by_count, strict=True)]
@@ -190,17 +193,18 @@ def _measured(tower: Any, config: Any, side: int) -> _Moments:
     none = torch.zeros(0, dtype=torch.int64)
     pixels, grid = torch.zeros(side * side, numbers), torch.tensor([[1, side, side]])
     sight = Sight(pixels=pixels, grid=grid, feature_of=none, positions=none)
-    return _moments(pixels, lambda: features(tower, sight))
+    return _moments(pixels, lambda: (features(tower, sight), None))
 
 
-def _moments(pixels: torch.Tensor, look: Callable[[], torch.Tensor]) -> _Moments:
-    """Of what makes features of pixels."""
+def _moments(pixels: torch.Tensor, look: Callable[[], tuple[torch.Tensor, Any]]) -> _Moments:
+    """Of what makes features of pixels; what else it returns waits with them."""
     with LiveStorage() as tracker, torch.no_grad():
         look()
         forward = tracker.peak
     with LiveStorage() as tracker:
-        found = look()
+        found, held = look()
         kept, peak = tracker.live, tracker.peak
+        del held
         if found.requires_grad:
             tracker.restart()
             found.backward(torch.zeros_like(found))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import world
+from vision_models import write_seeing
+from vision_rows import Rows
 
-from aligner.models.config import Architecture, Family
+from aligner.models import create
+from aligner.models.config import Architecture, Dtype, Family, ModelConfig
 from aligner.models.families import architecture_to_hf
-from aligner.rollout.config import RolloutConfig, VLLMConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.rollout.config import EngineKind, RolloutConfig, VLLMConfig
+from aligner.rollout.create import create_engine
 from aligner.rollout.engine import GenRequest, ListedWork
 from aligner.rollout.engine.manifest import hf_manifest
 from aligner.rollout.vllm.engine import VLLMEngine
@@ -66,3 +73,29 @@ def test_two_ranks_sample_as_one_does(on_ranks, tmp_path):
     alone, first, second = (found for count in (1, 2) for found in on_ranks(sampled, count, tmp_path, timeout=400, fresh=True))
     assert len(alone[1]) == 4 and alone == first == second
     assert alone[1] != alone[2]
+
+
+def seen(directory: Path) -> list[tuple]:
+    """What a replica of all ranks samples for rows with no, one and two images, with the weights of a policy that is split over them."""
+    model = ModelConfig(path=str(directory), dtype=Dtype.float32, images=True)
+    layout = ParallelConfig(tp=int(os.environ["WORLD_SIZE"]))
+    with world({"tp": layout.tp}, seed=1) as topology:
+        rows = Rows("qwen3_vl", directory)
+        training = create.training(model, None, vision=rows.vision)
+        policy = create.create_policy(model, create.read_architecture(model, vocab_size=0), layout, topology, training)
+        sampling = SamplingConfig(max_response_length=6, temperature=0.0)
+        config = RolloutConfig(engine=EngineKind.vllm, sampling=sampling, max_batch_size=3, vllm=VLLMConfig(enforce_eager=True))
+        engine = create_engine(policy, config, eos_id=rows.end)
+        engine.refit(policy.version)
+        prompts = rows.prompts()
+        found = [one for part in engine.generate(prompts, range(len(prompts))) for one in part]
+        engine.shutdown()
+    return sorted((one.seed, one.response, tuple(round(value, 3) for value in one.logprobs)) for one in found)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_two_ranks_see_as_one_does(on_ranks, tmp_path):
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}}
+    write_seeing("qwen3_vl", tmp_path, num_attention_heads=2, num_key_value_heads=2, head_dim=32, **rope)
+    alone, first, second = (found for count in (1, 2) for found in on_ranks(seen, count, tmp_path, timeout=400, fresh=True))
+    assert len(alone) == 4 and alone == first == second

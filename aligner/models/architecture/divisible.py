@@ -106,8 +106,6 @@ def _check_packed(a: Architecture, model: ModelConfig, parallel: ParallelConfig)
     if not model.quantization.is_on:
         return
     setting = f"model.quantization={model.quantization.value}"
-    if isinstance(a, SeeingArchitecture):
-        raise ConfigError(f"{setting}: not for a model that reads images; allowed: none, or images=false")
     if model.quantization is not Quantization.nf4:
         return
     for name, size, degree in _inputs(a):

@@ -208,7 +208,8 @@ class Transformer(Chunk, mcore.GPTModel):
             raise ConfigError(f"model.packing=true: not for images with parallel.cp={parallel.cp} here; allowed: false, or layers=torch")
         self.trains_vision = not sees_frozen(architecture, model)
         self._embedding_needs_gradient |= Part.text in model.freeze and model.recompute is Recompute.full
-        freeze(self, architecture, model.freeze)
+        if not model.lora.is_on:  # adapters freeze all else, which may be packed
+            freeze(self, architecture, model.freeze)
 
     def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Sight | None:
         if not isinstance(self.architecture, SeeingArchitecture):

@@ -23,14 +23,8 @@ from aligner.models.config import Architecture
 from aligner.rollout.engine import GenRequest
 from aligner.types.extras import MOST_IMAGES
 
-KINDS = (
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "mistral3",
-    "llava",
-    "gemma3",
-    "smolvlm",
-)  # models whose rows with images have been compared with training's
+# Models whose rows with images have been compared with training's. Gemma 3's tokens of an image look at each other, which needs a GPU.
+KINDS = ("qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "smolvlm")
 # The functions and arguments in use, as `aligner.rollout.vllm.engine.USED`.
 USED = (
     ("vllm.inputs", "mm_input prompt_token_ids mm_kwargs mm_hashes mm_placeholders"),

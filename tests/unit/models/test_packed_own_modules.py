@@ -161,6 +161,34 @@ def test_of_a_model_that_sees_the_text_part_alone_is_packed(load_policy, tmp_pat
         torch.testing.assert_close(ours[name], gradients[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_of_megatrons_layers_that_see_the_text_part_alone_is_packed(name, kind, load_policy, tmp_path):
+    from peft import PeftModel
+
+    rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
+    write_seeing(name, tmp_path, hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=16, **rope)
+    rows, fields = Rows(name, tmp_path), {"images": True, "lora": LoraConfig(rank=4, targets=ALL)}
+    policy = load_policy(tmp_path, optimizer=adam(), config=fields | {"quantization": kind}, training={"sees": rows.vision})
+    names = [one for one, parameter in policy.module.named_parameters() if "packed" in parameter.__dict__]
+    assert len(names) == 8 and not any("visual" in one for one in names)
+    policy.train_step(rows.batch(), sft_loss)  # B's are zero before
+    save_peft(policy.chunks, tmp_path / "adapter", writer=True)
+    model = reference(tmp_path)
+    for layer in model.model.language_model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = rounded(layer.weight.data, kind)
+    model = PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
+    wanted, _ = plain(model.base_model.model, rows)
+    torch.testing.assert_close(policy.logprobs(rows.batch()), wanted, rtol=0, atol=1e-5)
+    gradients = {one.replace(".default", ""): p.grad for one, p in model.named_parameters() if p.requires_grad}
+    policy.train_step(rows.batch(), sft_loss)
+    ours = main_gradients(policy)
+    assert ours.keys() == gradients.keys() and len(ours) == 2 * 14
+    for one in ours:
+        torch.testing.assert_close(ours[one], gradients[one], rtol=0, atol=1e-5, msg=lambda text, one=one: f"{one}: {text}")
+
+
 def test_a_layer_whose_inputs_have_no_blocks_is_refused(make, tmp_path):
     config = GraniteConfig(vocab_size=61, max_position_embeddings=64, **(SIZES | {"intermediate_size": 200}))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -174,7 +174,8 @@ def test_other_models_of_images_are_refused_with_those_that_have_run(load_policy
     write_vision("gemma3", tmp_path)
     policy = load_policy(tmp_path, config=OWN)
     with pytest.raises(
-        ConfigError, match=r"rollout\.engine=vllm: gemma3 is a model of images too.*has run with qwen2_5_vl, qwen3_vl, mistral3;"
+        ConfigError,
+        match=r"rollout\.engine=vllm: gemma3 is a model of images too.*has run with qwen2_5_vl, qwen3_vl, mistral3, llava, smolvlm;",
     ):
         create_engine(policy, RolloutConfig(engine=EngineKind.vllm), eos_id=1)
 
@@ -187,3 +188,10 @@ def test_a_model_without_an_image_processor_refuses_rows_with_images(load_policy
         sampled(engine, rows.prompts())
     assert len(sampled(engine, [rows.prompts()[1]])) == 1
     engine.shutdown()
+
+
+@installed
+def test_vllms_attention_on_cpus_is_causal_inside_images() -> None:
+    """So Gemma 3, whose images' tokens look at those behind them, is not among the models that it reads."""
+    backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    assert not backend.supports_mm_prefix() and "gemma3" not in wrapper.KINDS
