@@ -42,6 +42,15 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "unused": ("PhiConfig", ENDS),  # a bias of zeros, which gets no gradient
     "recurrent_gemma": ("RecurrentGemmaConfig", {"lru_width": 32, "attention_window_size": 8, "head_dim": 8, "num_hidden_layers": 3}),
     "jetmoe": ("JetMoeConfig", _EXPERTS | {"kv_channels": 8}),
+    # Caches that cannot be rearranged: blocks of compressed keys, states of another class, masks that ask the cache for its window.
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        {"head_dim": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "o_lora_rank": 16, "o_groups": 2, "hc_mult": 2}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16}
+        | {"index_n_heads": 2, "index_head_dim": 16, "sliding_window": 8},
+    ),
+    "xlstm": ("xLSTMConfig", ENDS | {"num_heads": 4, "chunk_size": 16}),
+    "dory": ("DoryConfig", {"head_dim": 16, "sliding_window": 16}),
     "ernie4_5_moe": ("Ernie4_5_MoeConfig", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}),
 }
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from layout_models import assert_close, assert_metrics, exported, gradients, train_step
+from own_models import VISION
 from ranks import joined, laid_out
 from vision_models import write_seeing
 from vision_rows import Rows
 
 from aligner.losses.sft import sft_loss
-from aligner.models.config import Dtype, ModelConfig
+from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Quantization
 from aligner.models.create import create_policy, read_architecture
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.trainable import Training
@@ -26,6 +27,7 @@ from aligner.types import Images, Prompt, SamplingConfig
 
 SP = {"tp": 2, "sequence_parallel": True}
 PACKED = {"packing": True, "micro_batch_tokens": 64}
+QLORA = {"quantization": Quantization.nf4, "lora": LoraConfig(rank=4, targets=[LoraTarget(one) for one in ("qkv", "proj", "fc1", "fc2")])}
 SHARED = PACKED | {"share_prompts": True}
 NAMES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")  # the last has delta nets, which context parallelism does not split
 MIXTURES = ("qwen3_vl_moe", "qwen3_5_moe")
@@ -78,6 +80,24 @@ def in_every_layout(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
         for layout, (names, parallel, fields) in LAYOUTS.items():
             with laid_out(parallel, seed=1) as topology:
                 found |= {(layout, name): train(folder / name, topology, parallel, fields) for name in names}
+        with laid_out({"tp": 2}, seed=1) as topology:
+            found["tp2", "nf4"] = train(folder / "nf4", topology, {"tp": 2}, QLORA)
+        return found if dist.get_rank() == 0 else {}
+
+
+def uneven(directory: Path, topology: Any) -> dict[str, Any]:
+    """Two steps on six rows, of which three replicas get three images, none, and two."""
+    rows, policy = start(directory, topology, {}, {"micro_batch_size": 2})
+    for name in ("tokens", "images"):
+        own = getattr(rows, name)
+        setattr(rows, name, [own[row] for row in (0, 2, 1, 1, 3, 3)])
+    found: dict[str, Any] = {"first": train_step(policy, rows.batch(), sft_loss), "second": train_step(policy, rows.batch(), sft_loss)}
+    return found | {"weights": exported(policy.model.chunks), "responses": sample(rows, policy, 0)}
+
+
+def on_three(folder: Path) -> dict[str, dict[str, Any]]:
+    with joined(), laid_out({}, seed=1) as topology:
+        found = {name: uneven(folder / name, topology) for name in NAMES}
         return found if dist.get_rank() == 0 else {}
 
 
@@ -88,6 +108,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {"layer_types": ["linear_attention", "full_attention"] * 2})
     for name in (*NAMES, *OTHERS):
         write_seeing(name, made / name, num_hidden_layers=4, **layers.get(name, {}))
+    kind, text, tower, more = VISION["qwen3_vl"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VISION, "qwen3_vl", (kind, text, tower | {"out_hidden_size": 128}, more))
+        write_seeing("qwen3_vl", made / "nf4", hidden_size=128, intermediate_size=128, num_attention_heads=8)
     return made
 
 
@@ -113,3 +137,22 @@ def test_images_equal_the_single_process(layout: str, one, many) -> None:
         assert sum("visual" in tensor for tensor in got["gradients"]) > 20
         for kind, atol in (("gradients", 1e-5), ("weights", 1e-5)):
             assert_close(got[kind], expected[kind], atol=atol)
+
+
+def test_a_packed_text_part_over_two_ranks_equals_the_single_process(folder: Path, topology, many) -> None:
+    expected, got = train(folder / "nf4", topology, {}, QLORA), many["tp2", "nf4"]
+    torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=0, atol=1e-5)
+    for step in ("first", "second"):
+        assert_metrics(got[step], expected[step])
+    assert_close(got["gradients"], expected["gradients"], atol=1e-5)
+    assert_close(got["weights"], expected["weights"], atol=1e-5)
+    assert got["responses"] == expected["responses"] * 2
+
+
+def test_three_replicas_with_uneven_images_equal_the_single_process(folder: Path, topology, on_ranks) -> None:
+    for name, got in on_ranks(on_three, 3, folder)[0].items():
+        expected = uneven(folder / name, topology)
+        for step in ("first", "second"):
+            assert_metrics(got[step], expected[step])
+        assert_close(got["weights"], expected["weights"], atol=1e-5)
+        assert got["responses"] == expected["responses"]

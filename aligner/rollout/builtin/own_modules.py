@@ -36,6 +36,7 @@ from aligner.types import FinishReason, Images, LogprobKind, SamplingConfig
 _PART = 4  # rows leave, and prompts are computed, when this part of the seats is free
 _LARGEST_GAP, _LARGEST_GAP_OF_HALVES = 0.01, 0.5  # between log-probs with a cache and without, in float32 and in types of 16 bits
 _FEW = 0.25  # of the tokens may be further off: an expert chosen otherwise, equal scores of an indexer
+_LARGEST_WINDOW = 1024  # that the first tokens sampled go beyond
 _LEAST_ROOM = 64  # tokens for which the cache of a layer grows at a time
 
 
@@ -234,9 +235,12 @@ class OwnModulesEngine:
 def wrong_cache(chunk: HFChunk, config: RolloutConfig) -> str:
     """Why the model's cache is of no use: rows that join, share a prompt and leave have other log-probs with it than in training, or it
     fails. Empty if they are equal."""
-    length = min(8, chunk.max_sequence_length // 2)
+    length, room = min(8, chunk.max_sequence_length // 2), chunk.max_sequence_length
+    window = getattr(chunk.hf.config.get_text_config(), "sliding_window", None) or 0
+    longest = min(max(length, min(window, _LARGEST_WINDOW) - length // 2), room - length)  # so that responses pass the window's end
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(chunk.architecture.vocab_size, (size,), generator=generator).tolist() for size in (length, length // 2 or 1)]
+    sizes = (longest, length // 2 or 1)
+    prompts = [torch.randint(chunk.architecture.vocab_size, (size,), generator=generator).tolist() for size in sizes]
     requests = [GenRequest(index=i, tokens=tuple(prompts[i % 2]), seed=i, limit=max(1, length - i)) for i in range(5)]
     sampling = SamplingConfig(max_response_length=length)
     was_training = chunk.training

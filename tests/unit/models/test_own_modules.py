@@ -324,3 +324,12 @@ def test_the_text_part_of_a_model_that_sees_is_trained_alone(name: str, load_pol
     assert before.keys() == after.keys()
     seeing = [key for key in before if any(part in key for part in ("vis", "projector", "connector"))]
     assert len(seeing) > 5 and [key for key in before if torch.equal(before[key], after[key])] == seeing
+
+
+def test_tables_of_integers_are_exported(directory, load_policy, tmp_path: Path) -> None:
+    """DeepSeek-V4's first layers choose experts by the token's number."""
+    policy = load_policy(directory("deepseek_v4"))
+    save_hf(policy.chunks, tmp_path, writer=True)
+    before, after = (load_file(path / "model.safetensors") for path in (directory("deepseek_v4"), tmp_path))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert any(tensor.dtype == torch.int64 for tensor in after.values())

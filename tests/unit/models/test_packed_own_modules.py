@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from own_models import VISION
 from packed_models import adam, codes, equal, make_batch, packed, rollouts_of, rounded, train
 from transformers import AutoModelForCausalLM, GraniteConfig
 from vision_models import write_seeing
@@ -163,9 +164,11 @@ def test_of_a_model_that_sees_the_text_part_alone_is_packed(load_policy, tmp_pat
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_of_megatrons_layers_that_see_the_text_part_alone_is_packed(name, kind, load_policy, tmp_path):
+def test_of_megatrons_layers_that_see_the_text_part_alone_is_packed(name, kind, load_policy, tmp_path, monkeypatch):
     from peft import PeftModel
 
+    whole, text, tower, more = VISION[name]
+    monkeypatch.setitem(VISION, name, (whole, text, tower | {"out_hidden_size": 64}, more))
     rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
     write_seeing(name, tmp_path, hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=16, **rope)
     rows, fields = Rows(name, tmp_path), {"images": True, "lora": LoraConfig(rank=4, targets=ALL)}

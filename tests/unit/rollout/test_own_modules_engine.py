@@ -81,6 +81,16 @@ def test_log_probs_are_the_trainers_and_samples_do_not_depend_on_the_batch(name:
         assert torch.allclose(logprobs[row][mask[row]], torch.tensor(one.logprobs), atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v4", "xlstm", "dory"])
+def test_a_model_whose_cache_cannot_be_rearranged_samples_from_whole_rows(name: str, directory, load_policy, logprob_gap, capsys) -> None:
+    policy = load_policy(directory(name))
+    found = sampled(engine_of(policy), prompts(), copies=2)
+    assert f"model_type={name}: its cache is not of use to the built-in engine" in capsys.readouterr().out
+    assert float(logprob_gap(policy, found).max()) < 1e-4
+    alone = sampled(engine_of(policy, seats=1), prompts(), copies=2)
+    assert [one.response for one in found] == [one.response for one in alone]
+
+
 def test_stops_limits_and_penalties(directory, load_policy) -> None:
     policy = load_policy(directory("granite"))
     plain = sampled(engine_of(policy), prompts())
