@@ -37,10 +37,11 @@ class AgentOutcome:
     """What an agent says of a session that it has played.
 
     Without a `reward`, the session has the one that was posted, or that of the run's reward functions and models. Where it `failed` (why),
-    it has none at all.
+    it has none at all. `said`: what the agent gave in place of a reward, for messages.
     """
 
     reward: float | None = None
+    said: str = ""
     counts: Mapping[str, float] = field(default_factory=dict)  # added up, as those of environments
     failed: str = ""
 

@@ -138,9 +138,10 @@ class CommandAgents:
         try:
             found = json.loads(last)
         except ValueError:
-            return AgentOutcome()
+            found = None
         if not isinstance(found, dict) or "reward" not in found:
-            return AgentOutcome()
+            shown = f'is {last!r:.100}, not {{"reward": NUMBER}}' if last else "is missing"
+            return AgentOutcome(said=f"the last line of its standard output {shown}")
         reward, counts = found["reward"], found.get("counts") or {}
         if not (reward is None or _is_number(reward)):
             return AgentOutcome(failed=f"it printed reward={reward!r:.100}: must be a finite number, or null for none")

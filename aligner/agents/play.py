@@ -210,9 +210,11 @@ class _Round:
         if not why and not trace.calls:
             why = "it has asked the policy nothing"
         elif not why and total is None and playing.needs_reward:
-            why = "it gave no reward, and no reward function or model is named"
+            why = f"it gave no reward, and no reward function or model is named{'; ' * bool(outcome.said)}{outcome.said}"
         if why:
             self._failures.append(f"{playing.title}: the session of {task.prompt.source or task.prompt.id}: {why}")
+            if len(self._failures) == 1:  # at once: a round of agents that all fail may take long
+                print(f"warning: {self._failures[0]}", flush=True)
             most = LOST_RETRIES if task.is_lost else 0
             if playing.config.on_failure is OnSessionFailure.retry:
                 most = max(most, playing.config.retries)
@@ -248,7 +250,4 @@ class _Round:
             raise EngineError(f"all {len(lost)} sessions of a round failed; the first: {self._failures[0]}")
         if self._failures:
             what = f"{len(self._failures)} sessions failed, {len(lost)} of {len(self._tasks)} are left out and counted"
-            print(
-                f"warning: {what} (environment.sessions.on_failure={self._playing.config.on_failure.value}); {self._failures[0]}",
-                flush=True,
-            )
+            print(f"warning: {what} (environment.sessions.on_failure={self._playing.config.on_failure.value})", flush=True)

@@ -146,7 +146,8 @@ class Endpoint(HttpThread):
             return await handler(request)
         except web.HTTPException as error:  # of aiohttp's own: no such path, method or place
             kept = {"Allow": allow} if (allow := error.headers.get("Allow")) else {}
-            return self._refused(request, error.status, error.text or error.reason, kept)
+            said = f"{request.method} {request.path[:100]}: {error.text or error.reason}"
+            return self._refused(request, error.status, said, kept)
         except Refusal as error:
             return self._refused(request, error.status, str(error), error.headers, getattr(error, "parameter", None))
         except AlignerError as error:  # of what the client sent: messages that a chat template refuses

@@ -84,7 +84,8 @@ class Fields:
     def require(self, name: str, kind: type | tuple[type, ...]) -> Any:
         """As `take`. Raises BadRequest if it is missing."""
         if (value := self.take(name, kind)) is None:
-            raise BadRequest(f"{self._where}{name} is missing", name)
+            given = ", ".join(one[:60] for one in sorted(self._left))
+            raise BadRequest(f"{self._where}{name} is missing{given and f'; further fields are {given}'}", name)
         return value
 
     def only(self, name: str, allowed: Sequence[Any], why: str) -> None:
@@ -243,7 +244,10 @@ class Model:
         if not said:
             raise BadRequest("messages is empty, expected at least one", "messages")
         if asks and not self.tokenizer.has_chat_template:
-            raise BadRequest(f"model {self.name} has no chat template; allowed: /v1/completions, or a tokenizer with one", "messages")
+            raise BadRequest(
+                f"model {self.name} has no chat template; allowed: /v1/completions, or a tokenizer with one (jobs: data.chat_template)",
+                "messages",
+            )
         tokenizer, images = self.tokenizer.offering(offered), digests_of(said)
         if asks:
             prompt = tuple(encode_prompt(tokenizer, said, PromptStyle(apply_chat_template=True)))

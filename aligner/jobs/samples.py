@@ -440,6 +440,8 @@ def validation_samples(session: Session) -> Callable[[Sequence[SampleRow]], None
 
 def played(engine: PhasedEngine, session: Session, config: OnlineRun, tokenizer: Tokenizer, tokenizer_files: Path) -> SessionEngine:
     """The engine, with sessions of agents in the place of responses."""
+    if not tokenizer.has_chat_template:
+        session.say("warning: the model has no chat template (data.chat_template=FILE gives it one): only /v1/completions answers agents")
     playing = Playing(
         config=config.environment.sessions,
         num_workers=config.environment.num_workers,

@@ -96,6 +96,7 @@ class _Server(Place):
     def wait(self, seconds: float) -> None:
         """Until it is ready. Raises FailedElsewhere."""
         deadline = time.monotonic() + seconds
+        print(f"{self.config.title}: waiting up to {seconds:g} s for the server at {self._url}", flush=True)
         while not self.is_healthy():
             if self._keeper is not None and self._keeper.poll() is not None:
                 raise FailedElsewhere(f"the server ended with exit code {self._keeper.returncode} before it was ready")

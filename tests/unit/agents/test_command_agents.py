@@ -65,14 +65,17 @@ print(json.dumps({{"reward": 0.5, "counts": {{"tools": 2}}}}))
     assert "PATH" in passed_on(os.environ)
 
 
+NO_REWARD = "the last line of its standard output {}"
+
+
 @pytest.mark.parametrize(
     "text, outcome",
     [
-        ("print('no reward')", AgentOutcome()),
-        ("", AgentOutcome()),
+        ("print('no reward')", AgentOutcome(said=NO_REWARD.format("is 'no reward', not {\"reward\": NUMBER}"))),
+        ("", AgentOutcome(said=NO_REWARD.format("is missing"))),
         ("print('{\"reward\": null}')", AgentOutcome()),
-        ("print('{\"reward\": 1}'); print('done')", AgentOutcome()),
-        ("print('[1]')", AgentOutcome()),
+        ("print('{\"reward\": 1}'); print('done')", AgentOutcome(said=NO_REWARD.format("is 'done', not {\"reward\": NUMBER}"))),
+        ("print('[1]')", AgentOutcome(said=NO_REWARD.format("is '[1]', not {\"reward\": NUMBER}"))),
         ("print('x' * 300_000); print('{\"reward\": -2}', end='')", AgentOutcome(reward=-2)),
     ],
 )
@@ -163,8 +166,10 @@ def test_what_a_program_leaves_running_holds_nobody_up(tmp_path) -> None:
 
 
 def test_settings() -> None:
-    config = EnvironmentConfig(kind=EnvironmentKind.command, command=["python", "agent.py"])
-    assert isinstance(create_agents(config), CommandAgents) and config.title == "environment.command=['python', 'agent.py']"
+    config = EnvironmentConfig(kind=EnvironmentKind.command, command=["sh", "agent.sh"])
+    assert isinstance(create_agents(config), CommandAgents) and config.title == "environment.command=['sh', 'agent.sh']"
+    with pytest.raises(ConfigError, match=r"environment.command=\['pyhton', 'agent.py'\]: there is no program 'pyhton' on this machine"):
+        create_agents(EnvironmentConfig(kind=EnvironmentKind.command, command=["pyhton", "agent.py"]))
     with pytest.raises(ConfigError, match="environment.command='': kind=command needs it; allowed: a program and its arguments"):
         EnvironmentConfig(kind=EnvironmentKind.command)
     with pytest.raises(ConfigError, match=r"environment.command=\['x'\]: .* allowed: with kind=command"):
