@@ -19,7 +19,7 @@ from typing import IO, Any
 from aligner.cluster.processes import exec_command
 from aligner.errors import AlignerError, ServerError
 
-SECONDS = 120.0  # for one answer, the first one's imports included
+SECONDS = 300.0  # for one answer, the first one's imports included, on a busy machine too
 PREVIEWED = 200  # records of each source
 _LINE = 1 << 26  # bytes of the longest answer
 
@@ -41,7 +41,7 @@ class Worker:
                 if self._process is not None and self._process.returncode is None:
                     self._process.kill()
                 self._process = None
-                raise ServerError(f"{action}: {error or f'took longer than {self._seconds:g} s and was ended'}") from error
+                raise ServerError(f"{action}: {str(error) or f'took longer than {self._seconds:g} s and was ended'}") from error
         if "error" in found:
             raise ServerError(found["error"])
         return found

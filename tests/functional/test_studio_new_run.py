@@ -122,7 +122,7 @@ def served_below(folder: Path) -> list[str]:
 
 def fill(page: Browser, place: Path, name: str) -> None:
     page.open("/new?config=sft")
-    page.wait_for("Cannot start: data.train is required", 150)  # a process has imported torch
+    page.wait_for("Cannot start: data.train is required", 300)  # a process has imported torch
     values = {"data.train": place / "train.jsonl", "model.path": place / "chats", "loop.max_steps": 2, "algorithm.batch_size": 4}
     for label, value in {**values, "optimizer.lr": "1e-2", "Name of the run": name}.items():
         page.type(label, str(value))
