@@ -34,10 +34,11 @@ def openmp(python: Path) -> Path | None:
 
 
 def make_for_tests(directory: Path) -> Path:
-    """The same with this checkout, pytest and uv in it: for tests/unit/rollout/test_vllm.py. Raises EnvironmentFailed."""
+    """The same with this checkout, pytest, uv and what SmolVLM's processor needs in it: for tests/unit/rollout/test_vllm*.py. Raises
+    EnvironmentFailed."""
     checkout = Path(__file__).resolve().parents[1]
-    tools = ("--editable", str(checkout), "pytest", "pytest-timeout", "uv")
-    probe = f"{PROBE}; import aligner, megatron.core, pytest_timeout, uv"
+    tools = ("--editable", str(checkout), "pytest", "pytest-timeout", "uv", "num2words")
+    probe = f"{PROBE}; import aligner, megatron.core, pytest_timeout, uv, num2words"
     return make_environment(directory, ((PACKAGE,), tools), unwanted=UNWANTED, probe=probe)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -67,8 +67,10 @@ def tower_of(component: Component) -> Tower | None:
     elif all(type(getattr(config, name, None)) is int for name in ("image_size", "patch_size", "num_hidden_layers", "hidden_size")):
         used = getattr(whole.config, "vision_feature_layer", -1)  # the last layers may be of no use
         fewest = max(2, *(one + 1 if one >= 0 else -one for one in (used if isinstance(used, list) else [used])))
-        shape, *found = (_of_pictures(component, whole, depth) for depth in (fewest, fewest + 1))
-        shape, (first, second) = shape[0]._replace(depth=config.num_hidden_layers), (shape[1], found[0][1])
+        try:
+            (shape, first), (_, second) = (_of_pictures(component, whole, depth) for depth in (fewest, fewest + 1))
+        except Exception:  # of a module that takes something else
+            return None
     else:
         return None
     trained = _trained(component)
@@ -112,13 +114,7 @@ def _fitted(component: Component, whole: Any, config: Any, depth: int) -> tuple[
     trained, recomputes = _trained(component), component.model.recompute is Recompute.full
     with torch.device("meta"):
         tower = type(whole.base_model.visual)._from_config(config, dtype=resolve_dtype(component.model.dtype))
-    _fill(
-        tower,
-        {
-            name: part_of(re.sub(r"blocks\.\d+", "blocks.0", f"model.visual.{name}"), whole) in trained
-            for name, _ in tower.named_parameters()
-        },
-    )
+    _fill(tower, "model.visual", whole, trained)
     if trained and recomputes:
         tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     small, large = (_measured(tower.train(), config, side * merge) for side in _SIDES)
@@ -127,15 +123,15 @@ def _fitted(component: Component, whole: Any, config: Any, depth: int) -> tuple[
     return slopes, _Moments(*(a - few * slope for a, slope in zip(small, slopes, strict=True)))
 
 
-def _fill(module: torch.nn.Module, trained: Mapping[str, bool]) -> None:
-    """Give the parameters memory on the host, and those that are trained a gradient that is dropped at once."""
+def _fill(module: torch.nn.Module, place: str, whole: Any, trained: set[Part]) -> None:
+    """Give a module at this place of the model memory on the host, and its trained parts gradients that are dropped at once."""
     module.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.zero_()
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(trained[name])
-        if trained[name]:
+        parameter.requires_grad_(part_of(re.sub(r"\.\d+\.", ".0.", f"{place}.{name}"), whole) in trained)
+        if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_grad)
 
 
@@ -151,10 +147,7 @@ def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, 
         model = type(whole.base_model)._from_config(config, dtype=resolve_dtype(component.model.dtype))
     for name, part in model.named_children():
         if part is not model.get_decoder():
-            _fill(
-                part,
-                {one: part_of(re.sub(r"\.\d+\.", ".0.", f"model.{name}.{one}"), whole) in trained for one, _ in part.named_parameters()},
-            )
+            _fill(part, f"model.{name}", whole, trained)
     if trained and component.model.recompute is Recompute.full:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     taken = inspect.signature(model.get_image_features).parameters
@@ -163,10 +156,8 @@ def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, 
     def look(pixels: torch.Tensor) -> tuple[torch.Tensor, Any]:
         more = {"image_sizes": torch.full((len(pixels), 2), own.image_size)} if sized else {}
         output = model.get_image_features(pixels[None] if "pixel_attention_mask" in taken else pixels, **more)
-        found = output.pooler_output
-        return found if isinstance(found, torch.Tensor) else torch.cat(
-            list(found)
-        ), output  # which the model holds until its text part is done
+        found = output.pooler_output  # the model holds the rest until its text part is done
+        return found if isinstance(found, torch.Tensor) else torch.cat(list(found)), output
 
     model.train()
     pictures = [torch.ones(count, 3, own.image_size, own.image_size) for count in _COUNTS]
@@ -176,11 +167,9 @@ def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, 
     # By feature, with what the mask of pictures beside each other adds for each: a x + b x^2.
     bend = [(b / many - a / few) / (many - few) for a, b in zip(*by_count, strict=True)]
     slopes = _Moments(*(a / few + b * (seen - few) for a, b in zip(by_count[0], bend, strict=True)))
-    alone = 0 if sized else side**2
-    return _Shape(_COUNTS[0] * side**2 / few, depth, own.hidden_size, own.num_hidden_layers if alone else 0, alone), (
-        slopes,
-        _Moments(0, 0, 0),
-    )
+    whole_depth, alone = whole.config.vision_config.num_hidden_layers, 0 if sized else side**2
+    shape = _Shape(_COUNTS[0] * side**2 / few, whole_depth, own.hidden_size, whole_depth if alone else 0, alone)
+    return shape, (slopes, _Moments(0, 0, 0))
 
 
 def _drop_grad(parameter: torch.Tensor) -> None:

@@ -190,10 +190,8 @@ class OwnModulesEngine:
             wrong = wrong_cache(self._chunk, self._config)
             self._caches = not wrong
             if wrong:
-                own = f"model_type={self._chunk.architecture.model_type}: its cache is not of use to the built-in engine"
-                note_once(
-                    f"{own} ({wrong}): each token takes a pass over its whole row; rollout.engine=vllm is faster", rank=self.replica.index
-                )
+                own = f"model_type={self._chunk.architecture.model_type}: its cache is not of use to the built-in engine ({wrong})"
+                note_once(f"{own}: each token takes a pass over its whole row; a package's engine may be faster", rank=self.replica.index)
         return num_bytes
 
     def wake(self, memory: frozenset[Memory]) -> None:
@@ -251,6 +249,8 @@ def wrong_cache(chunk: HFChunk, config: RolloutConfig) -> str:
         while (ended := run.step(work)) is not None:
             rows += [row for row, _ in ended]
         off = torch.cat([_off(chunk, row) for row in rows])
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of whatever kind a module raises
         return f"{type(error).__name__}: {error}"
     finally:

@@ -33,6 +33,7 @@ installed = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not in
 # vLLM's kernels want heads of 32 dimensions. Qwen3-VL's axes take turns, though this file does not say so.
 _WIDE: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
 _AXES = {"qwen2_5_vl": [4, 6, 6], "qwen3_vl": [6, 5, 5]}
+MARKS = {"smolvlm": pytest.mark.skipif(find_spec("num2words") is None, reason="num2words, which its processor needs, is not installed")}
 OWN, SEEN = {"implementation": Implementation.transformers}, {"images": True}
 GREEDY = SamplingConfig(max_response_length=8, temperature=0.0)
 
@@ -65,7 +66,7 @@ def gap(policy: Any, rollouts: list[Any]) -> float:
 @installed
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("qwen2_5_vl", SEEN), ("qwen3_vl", SEEN), *((name, OWN) for name in wrapper.KINDS)],
+    [("qwen2_5_vl", SEEN), ("qwen3_vl", SEEN), *(pytest.param(name, OWN, marks=MARKS.get(name, ())) for name in wrapper.KINDS)],
     ids=["qwen2_5_vl", "qwen3_vl", *(f"{name}-own" for name in wrapper.KINDS)],
 )
 def test_tokens_and_log_probs_are_trainings_before_and_after_a_step(name: str, fields: dict, load_policy, tmp_path: Path) -> None:
