@@ -146,7 +146,7 @@ class Endpoint(HttpThread):
             return await handler(request)
         except web.HTTPException as error:  # of aiohttp's own: no such path, method or place
             kept = {"Allow": allow} if (allow := error.headers.get("Allow")) else {}
-            said = f"{request.method} {request.path[:100]}: {error.text or error.reason}"
+            said = f"{error.text or error.reason} ({request.method} {request.path[:100]})"
             return self._refused(request, error.status, said, kept)
         except Refusal as error:
             return self._refused(request, error.status, str(error), error.headers, getattr(error, "parameter", None))

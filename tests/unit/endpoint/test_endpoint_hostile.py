@@ -148,7 +148,7 @@ def test_no_bad_request_is_our_error(served: tuple[Endpoint, ScriptedEngine], ca
     [
         ("/v1/chat/completions", {"n": 0}, "n is 0, expected a number from 1 to 1024"),
         ("/v1/chat/completions", {"best_of": 2}, "best_of=2: every sampled response is returned; allowed: 1"),
-        ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs=3: the engine gives the log-probs of the tokens that it drew"),
+        ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs=3: beside log-probs only; allowed: with logprobs=true"),
         ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice='required': the model cannot be made to call a tool"),
         ("/v1/chat/completions", {"response_format": {"type": "json"}}, "response_format={'type': 'json'}: responses are not held"),
         ("/v1/chat/completions", {"logit_bias": {"1": 2}}, "logit_bias={'1': 2}: tokens are drawn by the model's own logits; allowed: {}"),
@@ -162,10 +162,11 @@ def test_no_bad_request_is_our_error(served: tuple[Endpoint, ScriptedEngine], ca
         ("/v1/chat/completions", {"messages": [{"role": "judge", "content": "x"}]}, "field 'messages[0]': role is 'judge', allowed:"),
         ("/v1/completions", {"prompt": [[1, 999]]}, "prompt: 999 is no id of a token; there are 261"),
         ("/v1/completions", {"prompt": "x" * 5000}, "prompt has 5000 tokens; this model's context of 4096 tokens leaves no room"),
-        ("/v1/completions", {"prompt": "x", "logprobs": 5}, "logprobs=5: the engine gives the log-probs of the tokens that it drew"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs=21: the likeliest tokens in each place; allowed: 0 to 20"),
         ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}, "echo: the log-probs of prompts are not known here"),
         ("/v1/responses", {"input": "x", "previous_response_id": "r"}, "previous_response_id='r': no response is kept here"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, "max_tokens is missing"),
+        ("/v1/completions", {"promt": "x"}, "prompt is missing; further fields are promt"),
         ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "assistant", "content": "x"}]}, "messages: the last one is the "),
     ],
 )  # fmt: skip
@@ -189,6 +190,7 @@ def test_paths_methods_and_keys(served: tuple[Endpoint, ScriptedEngine], capsys:
     assert ask(endpoint, "/v1/chat/completions/../models", method="GET")[0] == ask(endpoint, "/v1//models", method="GET")[0] == 404
     status, headers, body = ask(endpoint, "/v1/chat/completions", method="GET")
     assert (status, headers["Allow"]) == (405, "POST") and json.loads(body)["error"]["message"].startswith("405")
+    assert b"404: Not Found (GET /v1/nowhere)" in ask(endpoint, "/v1/nowhere", method="GET")[2]
     assert not engine.requests and KEY not in capsys.readouterr().err
 
 
