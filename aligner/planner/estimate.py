@@ -20,18 +20,15 @@ from aligner.models.families.own_modules import dense_twin
 from aligner.models.training.optimizer import OptimizerKind
 from aligner.planner import dry_run, layers
 from aligner.planner.config import ClusterConfig, Device
+from aligner.planner.engine_memory import cache_tokens, kv_bytes_per_token, page_tokens, sequence_tokens
 from aligner.planner.memory import (
     PhaseMemory,
     Sizes,
-    cache_tokens,
     disk_optimizer,
     free_at_start,
     host_memory,
     inference_micro_batches,
-    kv_bytes_per_token,
-    page_tokens,
     phase_memory,
-    sequence_tokens,
     train_micro_batches,
 )
 from aligner.planner.times import PhaseTime, phase_times

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from aligner.models.config import HFArchitecture
 from aligner.planner.config import ClusterConfig
+from aligner.planner.engine_memory import cache_tokens, decode_batch, seats
 from aligner.planner.estimate import ComponentPlan
-from aligner.planner.memory import PhaseMemory, cache_tokens, decode_batch, seats, train_micro_batches
+from aligner.planner.memory import PhaseMemory, train_micro_batches
 from aligner.planner.simulation import Simulated
 from aligner.planner.times import model_flops
 from aligner.planner.workload import GIB, Component, Phase

@@ -14,7 +14,7 @@ from aligner.models.architecture.divisible import uneven_stages
 from aligner.models.config import ModelConfig, Recompute
 from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import dry_run, memory
+from aligner.planner import dry_run, engine_memory, memory
 from aligner.planner.config import ClusterConfig
 from aligner.planner.estimate import Scales, approximate_state_bytes, check, engine_weight_bytes, frozen_bytes, replication
 from aligner.planner.workload import BlockBytes, Component, Engine, Head, Parameter, Phase, StateBytes, stage_layers
@@ -146,11 +146,11 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
     if engine is not None:
         if not engine.asynchronous:
             yield "rollout.offload=true", replace(component, engine=replace(engine, offload=True))
-        for tokens in sorted({memory.cache_tokens(component, engine) // share for share in (2, 4, 8)}):
-            whole = tokens // memory.page_tokens(component, engine) * memory.page_tokens(component, engine)
-            if whole >= memory.sequence_tokens(component, engine):
+        for tokens in sorted({engine_memory.cache_tokens(component, engine) // share for share in (2, 4, 8)}):
+            whole = tokens // engine_memory.page_tokens(component, engine) * engine_memory.page_tokens(component, engine)
+            if whole >= engine_memory.sequence_tokens(component, engine):
                 yield f"rollout.kv_cache_tokens={whole}", replace(component, engine=replace(engine, kv_cache_tokens=whole))
-        for size in sorted({max(1, memory.decode_batch(component, engine) // share) for share in (2, 4, 8, 32)}):
+        for size in sorted({max(1, engine_memory.decode_batch(component, engine) // share) for share in (2, 4, 8, 32)}):
             yield f"rollout.max_batch_size={size}", replace(component, engine=replace(engine, max_batch_size=size))
 
 

@@ -26,6 +26,7 @@ from functools import cache
 from aligner.models.config import Recompute
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
+from aligner.planner.engine_memory import cache_tokens, kv_bytes_per_token, state_bytes
 from aligner.planner.layers import (
     GIGA,
     HIDDEN_PASSES,
@@ -40,16 +41,7 @@ from aligner.planner.layers import (
     layer_seconds,
     passes,
 )
-from aligner.planner.memory import (
-    Sizes,
-    cache_tokens,
-    device_optimizer,
-    disk_optimizer,
-    host_elements,
-    kv_bytes_per_token,
-    state_bytes,
-    trained_bytes,
-)
+from aligner.planner.memory import Sizes, device_optimizer, disk_optimizer, host_elements, trained_bytes
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Tower, padded_vocabulary, stage_layers
 
 DATA_PARALLEL_OVERLAP = 0.5

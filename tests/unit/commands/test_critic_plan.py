@@ -11,7 +11,8 @@ from aligner.commands.plan.search import STALENESS, _arrangement
 from aligner.commands.programs import programs
 from aligner.errors import ConfigError
 from aligner.planner.dry_run import shard_parameters
-from aligner.planner.memory import Sizes, cache_bytes, device_optimizer, head_bytes, resting_bytes, train_micro_batches
+from aligner.planner.engine_memory import cache_bytes
+from aligner.planner.memory import Sizes, device_optimizer, head_bytes, resting_bytes, train_micro_batches
 from aligner.planner.workload import BlockBytes, Phase, StateBytes
 
 NAME = "ppo_8b_one_node"

@@ -15,7 +15,7 @@ from aligner.models.config import Dtype, LoraConfig, Recompute
 from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import estimate, layers, memory, times, workload
+from aligner.planner import engine_memory, estimate, layers, memory, times, workload
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import check, engine_weight_bytes
 from aligner.planner.workload import GIB, BlockBytes, Component, Engine, Parameter, Phase, ResponseLengths, StateBytes
@@ -91,8 +91,8 @@ def test_delta_nets_have_states_instead_of_keys_and_values() -> None:
     own = replace(plain, architecture=replace(plain.architecture, linear_attention_layers=[0, 1, 2, 4, 5, 6], **sizes))
     token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads of a rank, numbers, bytes
     state = 6 * (4 * (8 // 2) * 8 * 16 + 3 * (2 * 4 * 8 + 8 * 16) // 2 * 2)  # layers; a rank's states; three rows of its channels
-    assert memory.kv_bytes_per_token(own, engine) == token and memory.state_bytes(own, engine) == state
-    assert memory.cache_bytes(own, engine) == 1000 * token + 4 * state
+    assert engine_memory.kv_bytes_per_token(own, engine) == token and engine_memory.state_bytes(own, engine) == state
+    assert engine_memory.cache_bytes(own, engine) == 1000 * token + 4 * state
     linear, quadratic = layers.layer_flops(own, 100)
     attention, feed_forward = 2 * (2 * 64 * 64 + 2 * 64 * 32), 2 * 3 * 64 * 128
     rule = 8 * (3 * 8 * 16 + 64 * (2 * 8 + 12 + 16))
@@ -105,8 +105,8 @@ def test_a_cache_and_weights_in_one_byte() -> None:
     engine = plan_parts.engine(kv_cache_tokens=1000)
     kept = replace(engine, settings=RolloutConfig(precision=Precision.int8, cache_precision=Precision.fp8))
     own = component(engine=kept)
-    assert memory.kv_bytes_per_token(own, engine) == 8 * 2 * 4 * 8 * 2
-    assert memory.kv_bytes_per_token(own, kept) == 8 * 2 * 4 * (8 + 2)  # a byte each, and a scale in bfloat16
+    assert engine_memory.kv_bytes_per_token(own, engine) == 8 * 2 * 4 * 8 * 2
+    assert engine_memory.kv_bytes_per_token(own, kept) == 8 * 2 * 4 * (8 + 2)  # a byte each, and a scale in bfloat16
     linears = [Parameter(name=f"decoder.layers.{n}.mlp.linear_fc1.weight", numel=64 * 256, itemsize=2) for n in range(8)]
     others = [Parameter(name="embedding.word_embeddings.weight", numel=1000, itemsize=2)]
     shards = [[[*linears, *others]]]
@@ -374,7 +374,7 @@ def test_experts_and_decoding() -> None:
     flops = (8 * layers.layer_flops(own, 1)[0] + 2 * 64 * memory.padded_vocabulary(own)) / 50e12
     logits = 6 * memory.padded_vocabulary(own) * 4 / 500e9
     assert chosen == pytest.approx(experts * (0.4375 - 0.25) / 500e9 + flops + logits)
-    cached = memory.kv_bytes_per_token(own, engine) / 500e9 + 2 * 8 * (8 + 8) * 8 / 40e12
+    cached = engine_memory.kv_bytes_per_token(own, engine) / 500e9 + 2 * 8 * (8 + 8) * 8 / 40e12
     assert step(1, 1000) - step(1, 0) == pytest.approx(1000 * cached)
     slow = replace(cluster, launch_microseconds=100, host_layer_microseconds=500)
     assert times.decode_step(own, engine, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6)  # of mixtures twice
@@ -432,18 +432,20 @@ def test_memory_of_generation() -> None:
     engine = plan_parts.engine(tp=8, max_batch_size=4, prefill_chunk_tokens=100)
     own = component(parallel={"tp": 8}, engine=engine)
     token = 2 * 8 * 1 * 8 * 2  # keys and values, layers, heads of a rank (4 on 8 ranks: one each), numbers, bytes
-    assert memory.cache_tokens(own, engine) == 4 * 2 * 256  # of 256 tokens, the last of which is never looked at, and a page to spare
-    assert memory.cache_tokens(own, replace(engine, settings=RolloutConfig(kernels=Kernels.torch))) == 4 * (256 + 16)
-    assert memory.cache_tokens(replace(own, model=replace(own.model, dtype=Dtype.float32)), engine) == 4 * (256 + 16)
-    assert memory.cache_tokens(own, replace(engine, kv_cache_tokens=1000)) == 1000
+    assert (
+        engine_memory.cache_tokens(own, engine) == 4 * 2 * 256
+    )  # of 256 tokens, the last of which is never looked at, and a page to spare
+    assert engine_memory.cache_tokens(own, replace(engine, settings=RolloutConfig(kernels=Kernels.torch))) == 4 * (256 + 16)
+    assert engine_memory.cache_tokens(replace(own, model=replace(own.model, dtype=Dtype.float32)), engine) == 4 * (256 + 16)
+    assert engine_memory.cache_tokens(own, replace(engine, kv_cache_tokens=1000)) == 1000
     mixture = replace(own, architecture=replace(own.architecture, num_experts=256, experts_per_token=3, expert_ffn_hidden_size=8))
     recording = replace(engine, kv_cache_tokens=1000, settings=RolloutConfig(routing_replay=RoutingReplay.measure))
-    assert memory.cache_bytes(mixture, recording) == 1000 * (token + 8 * 3 * 2)  # layers, experts of a token, bytes
+    assert engine_memory.cache_bytes(mixture, recording) == 1000 * (token + 8 * 3 * 2)  # layers, experts of a token, bytes
     # Prompts of 128 tokens in chunks of 100: three hidden states and three parts of the inner ones; keys, values and mask of 128 tokens.
     chunk = 100 * (3 * 64 + 3 * 128 // 8) * 2
-    assert memory.prefill_bytes(own, engine) == chunk + 128 * token // 8 + 100 * 128 * 3
+    assert engine_memory.prefill_bytes(own, engine) == chunk + 128 * token // 8 + 100 * 128 * 3
     whole = replace(engine, prefill_chunk_tokens=2048)  # four prompts in one chunk, and nothing before it
-    assert memory.prefill_bytes(own, whole) == 4 * 128 * (3 * 64 + 3 * 128 // 8) * 2
+    assert engine_memory.prefill_bytes(own, whole) == 4 * 128 * (3 * 64 + 3 * 128 // 8) * 2
     sizes = plan_parts.sizes()
     parts = memory_of(Phase.generate, own, sizes, CLUSTER)
     assert parts["KV cache"] == 4 * 512 * token
@@ -451,7 +453,10 @@ def test_memory_of_generation() -> None:
     logits = 4 * memory.padded_vocabulary(own) * (4 + 3 * 4 + 2 * 4)
     assert parts["prefill and sampling"] == chunk + 128 * token // 8 + 100 * 128 * 3 + logits
     reshaped = RolloutConfig(sampling=SamplingConfig(temperature=0.7, top_p=0.9))
-    assert memory.logit_bytes(own, replace(engine, tp=1)) == 12 and memory.logit_bytes(own, replace(engine, settings=reshaped)) == 36
+    assert (
+        engine_memory.logit_bytes(own, replace(engine, tp=1)) == 12
+        and engine_memory.logit_bytes(own, replace(engine, settings=reshaped)) == 36
+    )
 
 
 def test_seconds_of_a_vision_tower() -> None:

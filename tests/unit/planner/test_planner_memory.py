@@ -15,7 +15,7 @@ from aligner.models.checkpoint.hf_files import MAX_FILE_BYTES
 from aligner.models.config import Activation, Architecture, Dtype, Layers, Normalization, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import dry_run, layers, memory, report, search
+from aligner.planner import dry_run, engine_memory, layers, memory, report, search
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import Scales, predict, with_fitting_cache
 from aligner.planner.simulation import Simulated
@@ -148,8 +148,8 @@ def planned(own: Component, gpu_memory_gib: float, *, weights: int = 0, reserved
 def test_a_cache_shrinks_to_what_is_left() -> None:
     """8 layers, 2 groups of 8 numbers, keys and values, 2 bytes: 512 bytes a token. 8 replicas with 8 rows each, 4 at a time."""
     own = component(LLAMA, engine=engine())
-    assert memory.kv_bytes_per_token(own, own.engine) == 512
-    assert memory.cache_tokens(own, own.engine) == 4 * 2 * 256 and memory.seats(own, own.engine) == 4
+    assert engine_memory.kv_bytes_per_token(own, own.engine) == 512
+    assert engine_memory.cache_tokens(own, own.engine) == 4 * 2 * 256 and engine_memory.seats(own, own.engine) == 4
     whole, _ = planned(own, 1.0)
     assert whole.component == own and report.cache_line(whole) is None  # it fits
     without_cache = whole.peak.total - 4 * 2 * 256 * 512
@@ -157,7 +157,7 @@ def test_a_cache_shrinks_to_what_is_left() -> None:
     found, cluster = planned(own, (without_cache + 3 * 256 * 512 + 1000) / GIB)
     shrunk = found.component.engine
     assert found.fits and shrunk.kv_cache_tokens == 3 * 256 and shrunk.wanted_cache_tokens == 2048
-    assert memory.seats(found.component, shrunk) == 3 and found.seconds > found.wanted_seconds > 0
+    assert engine_memory.seats(found.component, shrunk) == 3 and found.seconds > found.wanted_seconds > 0
     line = report.cache_line(found)
     assert "rollout.kv_cache_tokens=768" in line and "in place of 2048: 3 of 4 sequences" in line
     assert "rollout.kv_cache_tokens=768" in report.settings(found.component)
@@ -176,10 +176,10 @@ def test_caches_of_other_engines() -> None:
     """Their wrappers ask for room for the whole context, for as many sequences as may be decoded at a time."""
     vllm = engine(max_batch_size=100, settings=RolloutConfig(engine=EngineKind.vllm))
     own = component(LLAMA, engine=vllm, model={"seq_length": 500})
-    assert memory.cache_tokens(own, vllm) == 100 * 512 + 128  # pages of 128 tokens, and one for itself
-    assert memory.cache_tokens(own, replace(vllm, kv_cache_tokens=1000)) == 1128
+    assert engine_memory.cache_tokens(own, vllm) == 100 * 512 + 128  # pages of 128 tokens, and one for itself
+    assert engine_memory.cache_tokens(own, replace(vllm, kv_cache_tokens=1000)) == 1128
     trt = engine(max_batch_size=100, settings=RolloutConfig(engine=EngineKind.tensorrt_llm))
-    assert memory.cache_tokens(own, trt) == 100 * 500
+    assert engine_memory.cache_tokens(own, trt) == 100 * 500
     # 1 GiB less 16 MiB of a policy's and 16 MiB of the engine's weights: nine tenths of it have room for all, a hundredth has not.
     small = replace(trt, settings=RolloutConfig(engine=EngineKind.tensorrt_llm, tensorrt_llm=TensorRTLLMConfig(kv_memory_fraction=0.01)))
     found, _ = planned(replace(own, engine=small), 1.0, weights=16 * 2**20)
