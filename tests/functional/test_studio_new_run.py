@@ -137,7 +137,7 @@ def run(place: Path) -> Path:
         assert page.driver.find_element(By.CSS_SELECTOR, '[role=img][aria-label^="chart: memory of trainer"]').rect["height"] > 50
         assert page.driver.find_elements(By.CSS_SELECTOR, "[role=img] canvas, [role=img] svg")
         page.press("Look at the data")
-        page.wait_for("16 of 16 records can be used, 0 bad")
+        page.wait_for("16 of 16 records can be used, 0 bad", 300)
         assert HOSTILE in page.text  # as text
         assert "taken over" not in page.driver.title
         trained = page.driver.find_elements(By.CSS_SELECTOR, "div[style*=underline]")
