@@ -319,7 +319,7 @@ def test_grpo_and_ppo_learn_from_them(make_ahead, fakes):
     class Policy(fakes.FakePolicy):
         """Learns when the next round has been sampled with the weights before."""
 
-        def train_step(self, batch, loss):
+        def train_step(self, batch, loss, added=()):
             ahead.rest(self.version + 2)
             return super().train_step(batch, loss)
 
