@@ -245,14 +245,16 @@ def gradients(chunks) -> dict[str, torch.Tensor]:
         p.data = p.main_grad.data
     full = exported(chunks)
     if chunks[0].lora.is_on:
-        full = policy_head(chunks) | {name: tensor.clone() for name, tensor in export_adapters(chunks)}
+        heads = {name: full[name] for name in policy_head(chunks)}
+        full = heads | {name: tensor.clone() for name, tensor in export_adapters(chunks)}
     for p, data in zip(parameters, weights, strict=True):
         p.data = data
     return full
 
 
 def exported(chunks) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in export_hf(chunks)} | policy_head(chunks)
+    full = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+    return full | {name: tensor.clone() for name, tensor in policy_head(chunks).items()}
 
 
 def train_step(model, batch, loss, added=()) -> dict[str, float]:
