@@ -46,7 +46,7 @@ MIXTURE = (
 FREE = ("algorithm.kl_coef=0", f"loop.max_steps={STEPS}")
 SUMS = (*COMMON, *FREE, "algorithm.prompts_per_step=16", "algorithm.group_size=8", "algorithm.mini_batch_size=64")
 STORIES = (
-    *("+experiment=stories", *FREE, "loop.validate_first=false", "loop.validate_every=0", "data.num_validation_prompts=0"),
+    *("+experiment=stories", *FREE, "loop.validate_first=false", "loop.validate_every=0"),
     *("rollout.sampling.max_response_length=32", "algorithm.mini_batch_size=32", "logging.tensorboard=false"),
 )
 
