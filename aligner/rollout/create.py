@@ -43,10 +43,10 @@ from aligner.rollout.builtin.refit import MIB
 from aligner.rollout.config import ENGINES, EngineKind, Refit, RolloutConfig, ShareWork, VerifyRefit, check_engine, check_settings
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.engine.episodes import Conversing
-from aligner.rollout.engine.foreign import Adapters, StreamedEngine, kept_together
+from aligner.rollout.engine.foreign import StreamedEngine, kept_together
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.lifecycle import PhasedEngine
-from aligner.rollout.engine.manifest import Manifest, hf_manifest, manifest_of
+from aligner.rollout.engine.manifest import hf_manifest, manifest_of
 from aligner.rollout.engine.work import WorkSharing
 from aligner.rollout.tensorrt_llm import contract as tensorrt_llm_contract
 from aligner.rollout.vllm.engine import INSTALL, VLLMEngine
@@ -148,10 +148,10 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     is_own = isinstance(chunk, HFChunk)
     manifest = manifest_of(kept_together(chunk.file_outline())) if is_own else hf_manifest(sizes, dtype)
     reason = "rollout.refit=merged" if config.refit is Refit.merged else reason_to_merge(chunk, config.engine)
-    if reason and config.refit is Refit.adapters:
-        raise ConfigError(f"rollout.refit=adapters: {reason}; allowed: auto, merged")
     adapters = None if reason else adapters_alone(policy.chunks, manifest)
-    make = partial(_foreign, config, chunk, Path(directory.name), sizes, tp=tp, eos_id=eos_id, weights=manifest, adapters=adapters)
+    lora = None if adapters is None else adapters.manifest
+    given = {"tp": tp, "eos_id": eos_id, "weight_bytes": manifest.num_bytes, "lora": lora}
+    make = partial(_foreign, config, chunk, Path(directory.name), sizes, **given)
     foreign = together(make, "making the rollout engine", error=EngineError)
 
     def cut(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
@@ -177,26 +177,18 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     )
     if isinstance(foreign, VLLMEngine) and foreign.adapters is not None:
         stream.adapters = adapters
-    elif chunk.lora.is_on:
+    else:
         reason = reason or foreign.merges  # type: ignore[attr-defined]
         if config.refit is Refit.adapters:
             stream.shutdown()
             raise ConfigError(f"rollout.refit=adapters: {reason}; allowed: auto, merged")
-        if rank == 0 and config.refit is Refit.auto:
+        if rank == 0 and config.refit is Refit.auto and chunk.lora.is_on:
             print(f"rollout.refit=auto: merged, every refit sends all weights: {reason}", flush=True)
     return stream
 
 
 def _foreign(
-    config: RolloutConfig,
-    chunk: Chunk,
-    directory: Path,
-    sizes: Architecture,
-    *,
-    tp: int,
-    eos_id: int,
-    weights: Manifest,
-    adapters: Adapters | None,
+    config: RolloutConfig, chunk: Chunk, directory: Path, sizes: Architecture, *, tp: int, eos_id: int, weight_bytes: int, lora: Any
 ) -> ForeignEngine:
     given = {"path": directory, "dtype": chunk.config.params_dtype, "max_sequence_length": chunk.max_sequence_length}
     if config.engine == EngineKind.tensorrt_llm:
@@ -204,9 +196,8 @@ def _foreign(
 
         return TensorRTLLMEngine(config, **given, eos_id=eos_id, tp=tp)
     if config.engine == EngineKind.vllm:
-        lora, held = (None, weights.num_bytes) if adapters is None else (adapters.manifest, weights.num_bytes + adapters.manifest.num_bytes)
-        given |= {"eos_id": eos_id, "tp": tp, "weight_bytes": held, "vision": chunk.vision, "lora": lora}
-        return VLLMEngine(config, **given, architecture=sizes)
+        own = {"eos_id": eos_id, "tp": tp, "weight_bytes": weight_bytes, "vision": chunk.vision, "lora": lora}
+        return VLLMEngine(config, **given, **own, architecture=sizes)
     (entry,) = entry_points(group=ENGINES, name=config.engine)
     return entry.load()(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
 

@@ -56,16 +56,14 @@ def rank_of(manifest: Manifest) -> int:
     return next(spec.shape[0] for name, spec in manifest.tensors.items() if name.endswith(_A))
 
 
-def layer_of(model: Any, projection: str) -> tuple[str, list[int]] | None:
+def layer_of(model: Any, projection: str) -> tuple[Any, Sequence[int]] | None:
     """The layer of vLLM's model that adds the adapter of one of Hugging Face's projections, and the numbers of its parts that are this
     projection's; None: no layer does."""
-    manager = getattr(model, "lora_manager", None)
     prefix, _, own = projection.rpartition(".")
-    for fused, parts in () if manager is None else ((own, [own]), *manager.packed_modules_mapping.items()):
-        layer = manager.modules.get(f"{prefix}.{fused}")
+    for fused, parts in ((own, [own]), *model.lora_manager.packed_modules_mapping.items()):
+        layer = model.lora_manager.modules.get(f"{prefix}.{fused}")
         if own in parts and layer is not None:
-            found = range(len(layer.lora_b_stacked)) if len(parts) == 1 else (parts.index(own),)
-            return f"{prefix}.{fused}", list(found)
+            return layer, range(len(layer.lora_b_stacked)) if len(parts) == 1 else [parts.index(own)]
     return None
 
 
@@ -76,19 +74,19 @@ def _projection(name: str) -> str:
 class VLLMAdapters:
     """`aligner.rollout.engine.Receiver` of the adapters of a started engine. `finish` is called with each refit's version."""
 
-    def __init__(self, llm: Any, folder: Path, finish: Callable[[int], None]) -> None:
-        self._llm, self._folder, self._finish = llm, folder, finish
+    def __init__(self, llm: Any, folder: Path, manifest: Manifest, finish: Callable[[int], None]) -> None:
+        self._llm, self._folder, self._manifest, self._finish = llm, folder, manifest, finish
+        (self._layers,) = llm.apply_model(lambda model: {name: layer_of(model, _projection(name)) for name in manifest.tensors})
         self._numbers, self._arrived = count(1), dict[str, Tensor]()
-        self._manifest = Manifest(tensors={})
         self.request: Any = None  # what each of vLLM's requests gets
 
-    def without_layer(self, manifest: Manifest) -> str:
+    def without_layer(self) -> str:
         """A message naming adapters that no layer of vLLM's model adds; empty: each has one."""
-        lost = [name for name in manifest.tensors if self._layer(name) is None]
-        return f"vLLM's model adds no adapter to {named_few(lost)} of {len(manifest.tensors)}" if lost else ""
+        lost = [name for name, layer in self._layers.items() if layer is None]
+        return f"vLLM's model adds no adapter to {named_few(lost)} of {len(self._layers)}" if lost else ""
 
     def begin_refit(self, manifest: Manifest) -> None:
-        self._manifest, self._arrived = manifest, {}
+        self._arrived = {}
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         self._arrived |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
@@ -98,7 +96,7 @@ class VLLMAdapters:
 
         self.abort_refit()
         rank, number = rank_of(self._manifest), next(self._numbers)
-        targets = sorted({_projection(name).rpartition(".")[2] for name in self._arrived})
+        targets = settings(self._manifest)["lora_target_modules"]
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}  # the scaling is in the B's
         with TemporaryDirectory(dir=self._folder) as folder:
             save_file(self._arrived, Path(folder) / "adapter_model.safetensors")
@@ -115,18 +113,9 @@ class VLLMAdapters:
             self.request = None
 
     def read_back(self, name: str) -> Tensor | None:
-        """From the tensors that vLLM computes with."""
-        found = self._layer(name)
-        if found is None or self.request is None:
-            return None
-        (manager,) = self._llm.apply_model(lambda model: model.lora_manager)
-        layer, parts = found
-        own, slot = manager.modules[layer], manager.lora_index_to_id.index(self.request.lora_int_id)
+        """From the tensors that vLLM computes with, in its only slot."""
+        layer, parts = self._layers[name]
         shape = self._manifest.tensors[name].shape
         if name.endswith(_A):
-            return own.lora_a_stacked[parts[0]][slot, 0, : shape[0], : shape[1]]
-        return torch.cat([own.lora_b_stacked[part][slot, 0, :, : shape[1]] for part in parts])
-
-    def _layer(self, name: str) -> tuple[str, list[int]] | None:
-        found: list[tuple[str, list[int]] | None] = self._llm.apply_model(lambda model: layer_of(model, _projection(name)))
-        return found[0]
+            return layer.lora_a_stacked[parts[0]][0, 0, : shape[0], : shape[1]]
+        return torch.cat([layer.lora_b_stacked[part][0, 0, :, : shape[1]] for part in parts])

@@ -98,7 +98,7 @@ class VLLMEngine:
     ) -> None:
         self._config, self._path, self._architecture, self._dtype = config, path, architecture, dtype
         self._eos_id, self.max_sequence_length, self._tp = eos_id, max_sequence_length, tp
-        self._weight_bytes = weight_bytes
+        self._weight_bytes = weight_bytes + (0 if lora is None else lora.num_bytes)
         self._vision, self._has_tower = vision, images.is_seen(architecture)
         self._images: images.GivenImages | None = None
         self._has_inner_level = False  # known once it has started
@@ -147,8 +147,8 @@ class VLLMEngine:
         except AttributeError as error:
             raise _unfit(str(error)) from error
         if self._lora is not None:
-            given = adapters.VLLMAdapters(self._llm, self._path, self._renewed)
-            self.merges = given.without_layer(self._lora)
+            given = adapters.VLLMAdapters(self._llm, self._path, self._lora, self._renewed)
+            self.merges = given.without_layer()
             self.adapters = None if self.merges else given
         # At shutdown or collection vLLM would destroy training's process groups.
         client._finalizer.detach()
