@@ -25,6 +25,7 @@ from functools import cache
 
 from aligner.models.config import Recompute
 from aligner.parallel.topology import ParallelConfig
+from aligner.planner import memory
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
 from aligner.planner.engine_memory import cache_tokens, kv_bytes_per_token, state_bytes
 from aligner.planner.layers import (
@@ -41,7 +42,7 @@ from aligner.planner.layers import (
     layer_seconds,
     passes,
 )
-from aligner.planner.memory import Sizes, device_optimizer, disk_optimizer, host_elements, trained_bytes
+from aligner.planner.memory import Sizes, device_optimizer, host_elements, trained_bytes
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Tower, padded_vocabulary, stage_layers
 
 DATA_PARALLEL_OVERLAP = 0.5
@@ -133,7 +134,7 @@ def host_update_seconds(component: Component, sizes: Sizes, cluster: ClusterConf
     elements = max(host_elements(component, state) for state in sizes.stages)
     ranks = min(cluster.gpus_per_node, component.num_ranks)
     computing = elements * 28 * ranks / (cluster.host_memory_gb_per_second * GIGA)
-    streaming = 2 * disk_optimizer(component, sizes, cluster) / (cluster.nvme_gb_per_second * GIGA)
+    streaming = 2 * memory.disk_optimizer(component, sizes, cluster) / (cluster.nvme_gb_per_second * GIGA)
     return component.work.num_updates * max(computing, streaming, elements * 8 / kernels(component, cluster).host_rate)
 
 
