@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ def tower_of(component: Component) -> Tower | None:
     if not isinstance(architecture, SeeingArchitecture | HFArchitecture) or not component.model.images:
         return None
     whole = outline(architecture)
-    config = getattr(whole.config, "vision_config", None)
+    config: Any = getattr(whole.config, "vision_config", None)
     if hasattr(whole.base_model, "visual") and hasattr(config, "spatial_merge_size"):
         window, layers = getattr(config, "window_size", 0), config.depth
         windowed = layers - len(config.fullatt_block_indexes) if window else 0
@@ -161,7 +162,7 @@ def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, 
 
     model.train()
     pictures = [torch.ones(count, 3, own.image_size, own.image_size) for count in _COUNTS]
-    by_count = [_moments(pixels, lambda pixels=pixels: look(pixels)) for pixels in pictures]
+    by_count = [_moments(pixels, partial(look, pixels)) for pixels in pictures]
     features = [look(pixels)[0].numel() // config.get_text_config().hidden_size for pixels in pictures]
     seen, (few, many) = features_seen(component), features
     # By feature, with what the mask of pictures beside each other adds for each: a x + b x^2.

@@ -63,7 +63,7 @@ def register(name: str) -> None:
         "get_supported_mm_limits": lambda self: {"image": None},
         "get_mm_max_tokens_per_item": lambda self, seq_len, mm_counts: {"image": seq_len},  # an image has no more than its row
     }
-    warm_up = {"get_dummy_mm_inputs": lambda self, *_, **__: {}}  # vLLM's does without
+    warm_up: dict[str, Any] = {"get_dummy_mm_inputs": lambda self, *_, **__: {}}  # vLLM's does without
     own = type(kind.__name__, (kind,), {"__module__": kind.__module__, _GIVEN: True})
     info, processor = _changed(made.info, limits), _changed(made.processor, warm_up)
     MULTIMODAL_REGISTRY.register_processor(processor, info=info, dummy_inputs=made.dummy_inputs)(own)
