@@ -147,18 +147,17 @@ def _legacy(
 def _completion(generation: Generation, choice: Choice) -> dict[str, Any]:
     model, ask, result, prompt = generation.model, generation.ask, choice.result, choice.prompt
     text = choice.reply.joined(CONTENT)
-    ids: list[int] = [] if result is None else list(result.tokens)
-    logprobs: list[float | None] = [] if result is None else list(result.logprobs)
-    tops: list[Likeliest] = choice.tops
+    drawn = [] if result is None else list(result.tokens)
+    ids, logprobs, tops = drawn, [] if result is None else [*result.logprobs], choice.tops
     if ask.echo:
         text = model.tokenizer.decode(prompt, skip_special=False) + text
     if ask.echo and choice.known is not None:
         own, likeliest = choice.known
         ids, logprobs = [*prompt, *ids], [None, *own, *logprobs]
-        tops = [[], *likeliest, *(tops or [[]] * len(result.tokens if result else ()))]
+        tops = [[], *likeliest, *(tops or [[]] * len(drawn))]
     found = {"index": choice.index, "text": text, "finish_reason": choice.finish_reason, "stop_reason": choice.reply.stopped or None}
     found |= {"logprobs": _legacy(model, ids, logprobs, tops) if ask.logprobs else None}
-    return found | ({"token_ids": [] if result is None else list(result.tokens), "prompt_token_ids": list(prompt)} if ask.ids else {})
+    return found | ({"token_ids": drawn, "prompt_token_ids": list(prompt)} if ask.ids else {})
 
 
 def whole_completions(generation: Generation) -> dict[str, Any]:

@@ -244,10 +244,8 @@ class Model:
         if not said:
             raise BadRequest("messages is empty, expected at least one", "messages")
         if asks and not self.tokenizer.has_chat_template:
-            raise BadRequest(
-                f"model {self.name} has no chat template; allowed: /v1/completions, or a tokenizer with one (jobs: data.chat_template)",
-                "messages",
-            )
+            wanted = "allowed: /v1/completions, or a tokenizer with one (jobs: data.chat_template)"
+            raise BadRequest(f"model {self.name} has no chat template; {wanted}", "messages")
         tokenizer, images = self.tokenizer.offering(offered), digests_of(said)
         if asks:
             prompt = tuple(encode_prompt(tokenizer, said, PromptStyle(apply_chat_template=True)))

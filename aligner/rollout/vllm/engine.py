@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from importlib import import_module
@@ -32,18 +32,7 @@ from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.config import Architecture, Family
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.engine import (
-    ALL_MEMORY,
-    Callers,
-    Capabilities,
-    GenRequest,
-    GenResult,
-    Memory,
-    Work,
-    callers_of,
-    check_ids,
-    missing_ids,
-)
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids, missing_ids
 from aligner.rollout.engine.manifest import Manifest, named_few
 from aligner.rollout.vllm import adapters, images
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
@@ -313,7 +302,7 @@ class VLLMEngine:
                 outputs = self._step() if running else []
                 if finished := [output for output in outputs if output.finished and output.request_id in running]:
                     if callers is not None:
-                        self._tell_likeliest(finished, running, callers)
+                        _tell_likeliest(finished, running, callers.hear)
                     yield [self._result(output, running.pop(output.request_id), sampling) for output in finished]
         except Exception:
             engine.abort_request(list(running))  # but do not drain: a failed engine may hang
@@ -322,15 +311,6 @@ class VLLMEngine:
             self._drain(running)
             raise
         self._drain(running)
-
-    def _tell_likeliest(self, finished: Sequence[Any], running: Mapping[str, GenRequest], callers: Callers) -> None:
-        """Of the responses whose requests ask for them, with everything else: results do not have them."""
-        for output in finished:
-            request, (one,) = running[output.request_id], output.outputs
-            if request.top:
-                places = [sorted(((token, own.logprob) for token, own in step.items()), key=lambda best: -best[1]) for step in one.logprobs]
-                logprobs = [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
-                callers.hear(request.index, tuple(one.token_ids), logprobs, [place[: request.top] for place in places])
 
     def _step(self) -> list[Any]:
         with _generators_kept():  # on the CPU vLLM draws from the process's generator
@@ -414,6 +394,16 @@ class VLLMEngine:
         """By the names that its model loads them by: a layer with an adapter is within another."""
         found: list[dict[str, Tensor]] = self._llm.apply_model(lambda model: dict(model.named_parameters()))
         return {name.replace(".base_layer.", "."): parameter for name, parameter in found[0].items()}
+
+
+def _tell_likeliest(finished: Sequence[Any], running: Mapping[str, GenRequest], hear: Callable[..., None]) -> None:
+    """Of the responses whose requests ask for them, with everything else: results do not have them."""
+    for output in finished:
+        request, (one,) = running[output.request_id], output.outputs
+        if request.top:
+            places = [sorted(((token, own.logprob) for token, own in step.items()), key=lambda best: -best[1]) for step in one.logprobs]
+            logprobs = [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
+            hear(request.index, tuple(one.token_ids), logprobs, [place[: request.top] for place in places])
 
 
 def _generators_kept() -> AbstractContextManager[None]:
