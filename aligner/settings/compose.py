@@ -392,6 +392,8 @@ def explain(error: BaseException, folders: Sequence[Path]) -> ConfigError:
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         text = re.split(r"\nConfig search path|\nSee https", str(error).replace(f"In '{ENTRY}': ", ""))[0]
+        if override := getattr(error, "override", ""):
+            text = f"{override}: a value with spaces or signs needs quotes of its own: {text}"
         return ConfigError(" ".join(text.split()))
     key, message = str(cause.full_key or ""), str(cause.msg or cause).splitlines()[0].replace("is not Optional", "may not be null")
     if of_type := re.fullmatch(r"Value '(.*?)'(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+).*", message):

@@ -98,7 +98,7 @@ def test_openenv_trains_as_the_same_environment_does_in_process(task: Path) -> N
     assert without_times(task / "here") == without_times(task / "there")
     assert max(series(task / "there", "rollout/turns")) > 1.5
     code, output = run_aligner(
-        "data", "tasks", task / "first.jsonl", "environment.kind=openenv", f"environment.server={command}", "--count", 2
+        "data", "tasks", task / "first.jsonl", "environment.kind=openenv", f"environment.server={command!r}", "--count", 2
     )
     assert code == 0, output
     assert read_rows(task / "first.jsonl")[0] == {
