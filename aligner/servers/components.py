@@ -14,7 +14,7 @@ from typing import Any
 from aligner.errors import AT_LEAST_1, NOT_NEGATIVE, ConfigError, check_range
 from aligner.models.config import ModelConfig
 from aligner.models.modules.scalar_head import HeadGradient
-from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.rewards.config import NamedRewardConfig, RewardFunctionConfig, check_parts
 from aligner.servers.config import ServerConfig
@@ -122,8 +122,6 @@ class CriticConfig:
             read = {section + name: (attrgetter(section + name), getattr(of_policy, name)) for name in names}
             own |= {name: (get(self), (get(defaults), value)) for name, (get, value) in read.items()}
         self._check(own, "is trained with the policy, in its updates", "the policy's")
-        if not optimizer.distributed and optimizer.kind is not OptimizerKind.muon:
-            raise ConfigError("optimizer.distributed=false: the head of critic.kind=head has a learning rate of its own; allowed: true")
 
     def _check(self, own: Mapping[str, tuple[Any, Sequence[Any]]], why: str, instead: str) -> None:
         for name, (value, allowed) in own.items():

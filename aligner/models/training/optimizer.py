@@ -65,8 +65,6 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.lr={self.lr}, min_lr={self.min_lr}: need 0 <= min_lr <= lr and 0 < lr <= {MAX_LR:g}")
         if not 1 <= self.loraplus_ratio <= MAX_LR / self.lr:
             raise ConfigError(f"optimizer.loraplus_ratio={self.loraplus_ratio}: must be at least 1, and at most {MAX_LR:g} / lr")
-        if self.loraplus_ratio > 1 and not self.distributed:
-            raise ConfigError("optimizer.loraplus_ratio: needs optimizer.distributed=true")
         if self.warmup_steps < -1:
             raise ConfigError(f"optimizer.warmup_steps={self.warmup_steps}: must not be negative (-1: use optimizer.warmup_fraction)")
         check_range(self, "optimizer", FINITE, "decay_steps", "clip_grad")

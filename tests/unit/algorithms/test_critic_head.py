@@ -175,6 +175,7 @@ KINDS = {
     "average": ({}, {"ema_decay": 0.9}),
     "host": ({"dtype": Dtype.bfloat16}, {"cpu_offload": True}),
     "adam8bit": ({"dtype": Dtype.bfloat16}, {"kind": OptimizerKind.adam8bit}),
+    "undistributed": ({"dtype": Dtype.bfloat16}, {"distributed": False}),
     "muon": ({}, {"kind": OptimizerKind.muon, "distributed": False}),
     "transformers": (MADE["transformers"], {}),
 }
@@ -312,7 +313,6 @@ def head_critic(**fields) -> CriticConfig:
             {"algorithm": {"critic_warmup_steps": 2}},
             "^algorithm.critic_warmup_steps=2: critic.kind=head learns in the policy's updates",
         ),
-        ({}, {"optimizer": OptimizerConfig(distributed=False)}, "^optimizer.distributed=false: the head of critic.kind=head"),
     ],
 )
 def test_what_a_head_does_not_have_is_refused(critic, others, message) -> None:
