@@ -98,10 +98,10 @@ def code(text: str) -> ui.label:
     return ui.label(text).style(style).classes("text-body2 q-pa-sm rounded-borders").props('tabindex="0"')
 
 
-def outlined(field: Any, style: str = "min-width: 11rem", hint: str = "") -> Any:
-    """The field, in the form's look."""
-    field.props["hint"] = hint or None
-    return field.props("dense outlined options-dense hide-bottom-space").style(style)
+def outlined(entry: Any, style: str = "min-width: 11rem", hint: str = "") -> Any:
+    """The entry, in the form's look."""
+    entry.props["hint"] = hint or None
+    return entry.props("dense outlined options-dense hide-bottom-space").style(style)
 
 
 def later(build: Callable[[], Awaitable[None]]) -> None:
