@@ -330,8 +330,9 @@ class TrainableModel:
             chunk.settle()
 
     def _optimizer_metrics(self, grad_norm: float | None, *, overflowed: bool = False) -> dict[str, Metric]:
-        usual = [group["lr"] for group in self.optimizer.param_groups if group["max_lr"] == self._max_lr]  # LoRA+ and a head have others
-        rate = {"optim/lr": Max(maximum=usual[0])}
+        groups = self.optimizer.param_groups
+        usual = [group["lr"] for group in groups if group["max_lr"] == self._max_lr]  # LoRA+ and a head have others
+        rate = {"optim/lr": Max(maximum=min(usual or [group["lr"] for group in groups]))}
         if self.loss_scale.is_on:
             rate |= {LOSS_SCALE: Max(maximum=self.loss_scale.value), OVERFLOWS: Sum(total=int(overflowed))}
         if grad_norm is not None:

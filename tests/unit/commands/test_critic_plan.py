@@ -13,7 +13,7 @@ from aligner.errors import ConfigError
 from aligner.planner.dry_run import shard_parameters
 from aligner.planner.engine_memory import cache_bytes
 from aligner.planner.memory import Sizes, device_optimizer, head_bytes, resting_bytes, train_micro_batches
-from aligner.planner.workload import BlockBytes, Phase, StateBytes
+from aligner.planner.workload import BlockBytes, Component, Parameter, Phase, StateBytes
 
 NAME = "ppo_8b_one_node"
 STATE = StateBytes(weights=8 * 10**9, gradients=16 * 10**9, optimizer=12 * 10**9)
@@ -56,12 +56,17 @@ def test_a_layout_is_refused_by_the_settings_that_it_has() -> None:
         components("critic.mini_batch_size=510")
 
 
-def test_a_head_is_a_layer_of_the_policy() -> None:
+def parameters(*of: Component) -> list[dict[str, Parameter]]:
+    """Of the first stage, by name."""
+    return [{one.name: one for one in shard_parameters(component, 0)[0]} for component in of]
+
+
+def test_a_head_is_a_layer_of_the_policy(on_ranks) -> None:
     """No second model: 4,096 weights and a bias in float32, and its input in float32 beside that of the output layer."""
     (actor,) = components("critic.kind=head")
     assert actor.has_values and plan.load(NAME, ["critic.kind=head"]).residents() == ()
     without = replace(actor, has_values=False)
-    held, before = ({one.name: one for one in shard_parameters(component, 0)[0]} for component in (actor, without))
+    ((held, before),) = on_ranks(parameters, 1, actor, without)  # a plan needs a process of its own
     added = [held[name] for name in held.keys() - before.keys()]
     assert held.items() >= before.items() and sorted(one.numel for one in added) == [1, 4096]
     assert {one.itemsize for one in added} == {4} and not any(one.is_frozen for one in added)
