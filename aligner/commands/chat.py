@@ -86,6 +86,48 @@ class Talk:
         return with_begin(tokenizer, tokenizer.encode(text, plain=True), PromptStyle(apply_chat_template=False))
 
 
+class Keyboard:
+    """Lines of standard input, and Ctrl-C: an exception while a line is waited for, once a line; `stopped` at any other time, because an
+    exception could come where nothing handles it."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self._waits = False
+
+    def __enter__(self) -> Keyboard:
+        self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _interrupt(self, *_: object) -> None:
+        if self._waits:
+            self._waits = False
+            raise KeyboardInterrupt
+        self.stopped.set()
+
+    def lines(self) -> Iterator[str]:
+        """What the user types, line by line; Ctrl-C begins a new one."""
+        shows = sys.stdin.isatty()
+        while True:
+            self.stopped.clear()
+            try:
+                self._waits = True
+                line = input("> ") if shows else sys.stdin.readline()
+                self._waits = False
+            except KeyboardInterrupt:
+                print()
+                continue
+            except EOFError:
+                print()
+                return
+            if not shows and not line:
+                return
+            if line.strip():
+                yield line.strip("\r\n")
+
+
 def chat(model: str, options: ChatOptions) -> int:
     """Talk until the input ends. Raises ConfigError for a model that cannot be used."""
     sampling = sampling_of(options)
@@ -101,34 +143,17 @@ def chat(model: str, options: ChatOptions) -> int:
             for talk in talks:
                 print(f"{talk.policy.name}: {'its chat template' if talk.chats else 'no chat template: it continues your text'}")
             print(HELP)
-        for turn, text in enumerate(_lines()):
+        keyboard = stack.enter_context(Keyboard())
+        for turn, text in enumerate(keyboard.lines()):
             try:
                 if text.startswith("/"):
                     if not _command(talks, text):
                         break
                 else:
-                    _answer(talks, text, sample_seeds(options.seed, turn, 1)[0])
+                    _answer(talks, text, sample_seeds(options.seed, turn, 1)[0], keyboard.stopped)
             except AlignerError as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
     return 0
-
-
-def _lines() -> Iterator[str]:
-    """What the user types, line by line; Ctrl-C begins a new one."""
-    shows = sys.stdin.isatty()
-    while True:
-        try:
-            line = input("> ") if shows else sys.stdin.readline()
-        except KeyboardInterrupt:
-            print()
-            continue
-        except EOFError:
-            print()
-            return
-        if not shows and not line:
-            return
-        if line.strip():
-            yield line.strip("\r\n")
 
 
 def _command(talks: Sequence[Talk], text: str) -> bool:
@@ -152,12 +177,12 @@ def _set_system(talks: Sequence[Talk], text: str) -> None:
         talk.system = text
 
 
-def _answer(talks: Sequence[Talk], text: str, seed: int) -> None:
-    """Show the answers as they come. Raises AlignerError, with the conversation as it was, if a policy cannot answer."""
+def _answer(talks: Sequence[Talk], text: str, seed: int, stopped: threading.Event) -> None:
+    """Show the answers as they come, until they are `stopped`. Raises AlignerError, with the conversation as it was, if a policy cannot
+    answer."""
     asked: list[Future[GenResult]] = []
     is_wide = len(talks) > 1 and sys.stdout.isatty() and Console().width >= LEAST_COLUMNS
-    length, stopped = len(talks[0].turns), threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: stopped.set())  # an exception could come where it is not seen
+    length = len(talks[0].turns)
     try:
         for talk in talks:
             asked.append(talk.ask(text, seed))
@@ -171,7 +196,6 @@ def _answer(talks: Sequence[Talk], text: str, seed: int) -> None:
             del talk.turns[length:]
         raise
     finally:
-        signal.signal(signal.SIGINT, before)
         for answer in asked:
             answer.cancel()
     for talk in talks:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from judge_server import asked, judge_server
 from preloaded import preloaded
 from terminals import DRAWN
 from training_jobs import ROOT, read_rows, run_aligner, run_job, train, write_rows
+
+from aligner.commands.chat import Keyboard
 
 pytestmark = [pytest.mark.shared, pytest.mark.timeout(600)]
 PROMPTS = ("Once upon a time", "Lily saw", "One day, Tom", "The big dog")
@@ -147,21 +150,23 @@ class Terminal:
                 "LINES": "40",
             }
             os.execv(sys.executable, [sys.executable, "-m", "aligner.cli", *command])
-        self.seen = ""
+        self.seen, self.ended = "", False
 
     def until(self, pattern: str, seconds: float = 120.0) -> str:
         """What has come since the last call, up to the pattern."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.seen)) is None:
-            assert time.monotonic() < deadline, self.seen
+            assert time.monotonic() < deadline and not self.ended, f"{self.seen} ({'the program has ended' if self.ended else seconds})"
             self.read()
         said, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return said
 
     def read(self) -> None:
         if select.select([self.descriptor], [], [], 0.1)[0]:
-            with suppress(OSError):  # the program has ended
+            try:
                 self.seen += DRAWN.sub("", os.read(self.descriptor, 65536).decode(errors="replace"))
+            except OSError:
+                self.ended = True
 
     def type(self, text: str) -> None:
         os.write(self.descriptor, text.encode())
@@ -184,6 +189,28 @@ def terminal(*command: object, columns: int = 80) -> Iterator[Terminal]:
             os.waitpid(person.process, 0)
         os.close(person.descriptor)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_ctrl_c_at_any_moment(monkeypatch) -> None:
+    """It reaches whoever waits for a line, and is a wish at any other time: no exception comes where nothing handles it."""
+    seen: list[str] = []
+
+    def line(prompt: str) -> str:
+        seen.append(prompt)
+        if len(seen) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return f"line {len(seen)}"
+
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    before = signal.getsignal(signal.SIGINT)
+    with Keyboard() as keyboard:
+        lines = keyboard.lines()
+        assert next(lines) == "line 1" and not keyboard.stopped.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert keyboard.stopped.is_set()
+        assert next(lines) == "line 3" and not keyboard.stopped.is_set() and len(seen) == 3
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_session_in_a_terminal(model: Path) -> None:
