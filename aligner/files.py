@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import secrets
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -47,8 +49,12 @@ def is_plain_name(name: str) -> bool:
 
 
 def own_directory(prefix: str) -> TemporaryDirectory[str]:
-    """As TemporaryDirectory, locked while this process lives; what processes that were killed left of this prefix is removed first."""
-    for left in Path(gettempdir()).glob(f"{prefix}*"):
+    """As TemporaryDirectory, locked while this process lives; what processes of this host that were killed left is removed first.
+
+    Without a lock, which a file system may not have (Lustre without the mount option `flock`), nothing is ever removed there.
+    """
+    prefix += f"{socket.gethostname()}-"  # locks may be of one host alone
+    for left in Path(gettempdir()).glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # another user's, or gone, or of a process that lives
             lock = os.open(left, os.O_RDONLY)
             stack.callback(os.close, lock)
@@ -58,7 +64,8 @@ def own_directory(prefix: str) -> TemporaryDirectory[str]:
         directory = TemporaryDirectory(prefix=prefix)
         with contextlib.suppress(FileNotFoundError):  # another process has found it before it was locked
             lock = os.open(directory.name, os.O_RDONLY)  # until the process ends
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
             os.stat(directory.name)
             return directory
 

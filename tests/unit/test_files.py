@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -92,3 +93,25 @@ def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(t
         assert sorted(tmp_path.iterdir()) == sorted([Path(own.name), Path(third.name), tmp_path / "other-folder"])
         own.cleanup()
         third.cleanup()
+
+
+def test_nothing_is_removed_that_may_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of another host, whose locks are not seen here, and all folders of a file system without locks."""
+    monkeypatch.setattr("aligner.files.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    elsewhere = tmp_path / "mine-otherhost-1"
+    elsewhere.mkdir()
+    left = tmp_path / f"mine-{socket.gethostname()}-left"
+    left.mkdir()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr("aligner.files.fcntl.flock", refuse)
+        own = own_directory("mine-")
+    assert elsewhere.is_dir() and left.is_dir() and Path(own.name).is_dir()
+    own.cleanup()
+    own = own_directory("mine-")
+    assert elsewhere.is_dir() and not left.exists()
+    own.cleanup()
