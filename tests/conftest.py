@@ -118,6 +118,12 @@ def mpiexec() -> Path:
     return found
 
 
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    """The client of Anthropic's API: two seconds of a core, which only the process that needs it pays."""
+    return pytest.importorskip("anthropic", reason="the package anthropic is not installed")
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This environment without a launcher's variables, with the checkout importable and one thread per process."""
     launchers = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "ALIGNER_")

@@ -22,7 +22,6 @@ from aligner.servers.config import ServerConfig
 from aligner.types import SamplingConfig
 from aligner.types.extras import Images
 
-anthropic = pytest.importorskip("anthropic", reason="the package anthropic is not installed")
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
 
@@ -32,7 +31,7 @@ def encoded(seed: int) -> bytes:
     return stream.getvalue()
 
 
-def test_images(tmp_path: Path, topology: Any) -> None:
+def test_images(tmp_path: Path, topology: Any, anthropic: Any) -> None:
     write_seeing("qwen3_vl", tmp_path / "model")
     with open_policy(str(tmp_path / "model"), layout=topology, max_batch_size=4, images=True) as policy:
         model = Model(name="sees", tokenizer=policy.tokenizer, live=policy.live)

@@ -41,7 +41,7 @@ from aligner.settings.schema import _named_sections, without_none
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = sorted((ROOT / "tests" / "settings").glob("*.yaml"))
-ENTRIES: dict[str, Any] = {name: entry for file in TABLES for name, entry in yaml.safe_load(file.read_text()).items()}
+ENTRIES: dict[str, Any] = {name: entry for file in TABLES for name, entry in yaml.load(file.read_text(), yaml.CSafeLoader).items()}
 PLACES: list[dict[str, Any]] = ENTRIES.pop("places")  # where a class of settings is given to something else than above
 SAME = 2e-6  # what sums in another order change of weights that have moved by 1e-2
 JUDGE = '''

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from fake_live_engine import END, KEY, ScriptedEngine, scripted, tokenizer_of
 
-anthropic = pytest.importorskip("anthropic", reason="the package anthropic is not installed")
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
 from aligner.endpoint.app import Endpoint  # noqa: E402
@@ -49,7 +48,7 @@ def client(served: tuple[Endpoint, ScriptedEngine]) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def claude(served: tuple[Endpoint, ScriptedEngine]) -> Iterator[Any]:
+def claude(served: tuple[Endpoint, ScriptedEngine], anthropic: Any) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=served[0].url, api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -212,7 +211,7 @@ def test_tools_of_messages(claude: Any) -> None:
         assert "".join(stream.text_stream) == SAID and stream.get_final_message().stop_reason == "end_turn"
 
 
-def test_errors_are_of_the_clients_own_kind(client: Any, claude: Any, served: tuple[Endpoint, ScriptedEngine]) -> None:
+def test_errors_are_of_the_clients_own_kind(client: Any, claude: Any, anthropic: Any, served: tuple[Endpoint, ScriptedEngine]) -> None:
     with pytest.raises(openai.BadRequestError, match="unknown parameter colour") as found:
         client.chat.completions.create(model="tiny", messages=user("Hello"), extra_body={"colour": 1})
     assert found.value.param == "colour" and found.value.type == "invalid_request_error"
@@ -241,7 +240,7 @@ def test_errors_are_of_the_clients_own_kind(client: Any, claude: Any, served: tu
         served[1].has_ended = False
 
 
-def test_a_failure_in_the_middle_of_a_stream_is_an_error(tmp_path: Path) -> None:
+def test_a_failure_in_the_middle_of_a_stream_is_an_error(tmp_path: Path, anthropic: Any) -> None:
     from aligner.errors import EngineError
 
     with scripted(tokenizer_of(tmp_path), lambda _: EngineError("the device is gone")) as (endpoint, _):
