@@ -16,7 +16,7 @@ def content() -> str:
     found: dict[str, tuple[list[str], list[str]]] = {}
     for name in configs():
         recipe = recipe_of(name)
-        keys = list(schema_keys(recipe.config))
+        keys = list(schema_keys(recipe.config, described=True))
         values = dict(shown_values(compose_node(recipe.config, name, (), recipe.folders()), keys))
         rows = [json.dumps([one.key, one.type, one.comment, one.section, one.open, values.get(one.key)]) for one in keys]
         found[name] = rows, groups_of(keys, recipe.folders())

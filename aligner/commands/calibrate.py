@@ -29,7 +29,6 @@ from aligner.commands.against import lengths, phases, timed_steps
 from aligner.commands.plan import command as plan
 from aligner.errors import ConfigError
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.estimate import Scales
 from aligner.planner.layers import GIGA
 from aligner.planner.memory import Sizes
 from aligner.planner.report import console, table
@@ -258,7 +257,7 @@ def _job(path: Path, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> Me
     if wrong := sorted(set(measured) - set(known)):
         raise ConfigError(f"published.{wrong[0]}: allowed: {', '.join(known)}")
     loaded = plan.load(config, settings)
-    plans, habits = plan.planned(loaded, Scales(loaded.cluster.device)), plan.habits(loaded)
+    plans, habits = plan.planned(loaded), plan.habits(loaded)
     if "run" in entry and habits.max_staleness:
         measured = {STEP: measured[STEP]}  # its phases were slower than they are alone
     named = next((one.partition("=")[2] for one in reversed(settings) if one.startswith("cluster=")), "")

@@ -75,9 +75,8 @@ def _with_memory(spec: JobSpec, config: JobRun) -> JobSpec:
     if slurm.memory != "auto" or slurm.exclusive or config.cluster.device is not Device.gpu:
         return spec
     from aligner.commands.plan.command import plan_config  # Megatron-Core comes with it
-    from aligner.planner.estimate import Scales
 
-    hosts = [sum(part.host.values()) for part in plan_config(spec.name, config, Scales(config.cluster.device), advises=False).components]
+    hosts = [sum(part.host.values()) for part in plan_config(spec.name, config, advises=False).components]
     fullest = sum(hosts) if len(spec.parts()) == 1 else max(hosts)
     return replace(spec, slurm=replace(slurm, memory=f"{math.ceil(1.1 * fullest / 2**30)}G"))
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import groupby
 
 from aligner.errors import ConfigError
@@ -212,10 +213,16 @@ class Scales:
         return BlockBytes(**{name: size * passes.rows for name, size in asdict(one).items()})
 
 
-def plan_component(component: Component, cluster: ClusterConfig, scales: Scales) -> ComponentPlan:
+@cache
+def scales_of(device: Device) -> Scales:
+    """What this process has measured for a kind of device, so far."""
+    return Scales(device)
+
+
+def plan_component(component: Component, cluster: ClusterConfig) -> ComponentPlan:
     """Build one rank of every distinct stage, run its layers, and predict. Raises ConfigError if the sizes do not divide."""
     check(component)
-    last = component.parallel.pp - 1
+    scales, last = scales_of(cluster.device), component.parallel.pp - 1
     like = [stage if stage in (0, last) else 1 for stage in range(last + 1)]  # those in between have equal shards
     built = {stage: scales.shards(component, stage) for stage in sorted(set(like))}
     shards = [built[stage] for stage in like]

@@ -16,7 +16,7 @@ from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run, engine_memory, memory
 from aligner.planner.config import ClusterConfig
-from aligner.planner.estimate import Scales, approximate_state_bytes, check, engine_weight_bytes, frozen_bytes, replication
+from aligner.planner.estimate import approximate_state_bytes, check, engine_weight_bytes, frozen_bytes, replication, scales_of
 from aligner.planner.workload import BlockBytes, Component, Engine, Head, Parameter, Phase, StateBytes, stage_layers
 
 NOTICEABLE = 0.98  # part of the peak: a change that leaves more is not offered
@@ -32,9 +32,9 @@ T = TypeVar("T")
 class Estimator:
     """Quick estimates: parameters from a model of one layer, activations from one row, each measured once per way to split it."""
 
-    def __init__(self, cluster: ClusterConfig, scales: Scales) -> None:
+    def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
-        self.scales = scales
+        self.scales = scales_of(cluster.device)
         self._pieces: dict[str, tuple[list[Parameter], list[Parameter], list[Parameter]]] = {}
 
     def peak(self, component: Component) -> int:
@@ -99,9 +99,9 @@ class Estimator:
         return self._pieces[key]
 
 
-def advice(component: Component, cluster: ClusterConfig, scales: Scales) -> list[tuple[str, int]]:
+def advice(component: Component, cluster: ClusterConfig) -> list[tuple[str, int]]:
     """Single settings that lower the peak, each with the estimated peak in bytes, lowest first."""
-    estimator = Estimator(cluster, scales)
+    estimator = Estimator(cluster)
     now = estimator.peak(component)
     found = []
     for setting, changed in _changes(component, cluster):

@@ -115,7 +115,7 @@ def show(command: CommandLine, program: str, schema: type, config: str, places: 
     """Print the help or the config that the command line asks for."""
     node = compose_node(schema, config, command.overrides, places)
     if command.asks == "--help":
-        keys = schema_keys(schema)
+        keys = schema_keys(schema, described=True)
         groups = groups_of(keys, [*places, *own_folders(command.overrides)])
         print(render(keys, dict(shown_values(node, keys)), program=program, file=config, groups=groups, topic=command.topic), flush=True)
     else:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import hydra
 import yaml
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -52,7 +52,7 @@ from aligner.settings.schema import SchemaKey, is_entry, is_known, schema_keys
 
 T = TypeVar("T")
 
-ENTRY = "aligner_entry"
+ENTRY, SCHEMA = "aligner_entry", "aligner_schema"
 _KINDS = {"integer": "a whole number", "float": "a number", "bool": "true or false"}
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 FOREIGN_RESOLVERS = {  # NeMo's and verl's
@@ -211,19 +211,13 @@ def composing(schema: type, name: str, overrides: Sequence[str], folders: Sequen
     )
     with hydra.initialize_config_dir(config_dir=str(first.resolve()), version_base="1.3"):
         # The schema comes first in the defaults list, so no YAML file has to name it and every later one is checked against it.
-        entry = {"defaults": [_stored(schema), *([name] if has_file else []), "_self_"]}
-        ConfigStore.instance().store(name=ENTRY, node=entry)  # Hydra's own registry; the entry is new for every composition
+        # Hydra copies its whole registry for every composition: one schema at a time.
+        store = ConfigStore.instance()
+        store.repo[f"{SCHEMA}.yaml"] = ConfigNode(name=f"{SCHEMA}.yaml", node=_structured(schema), group=None, package=None, provider=None)
+        store.store(name=ENTRY, node={"defaults": [SCHEMA, *([name] if has_file else []), "_self_"]})
         if unknown or sweeps:
             settings.refuse()
         yield settings
-
-
-@cache
-def _stored(schema: type) -> str:
-    """The name of the schema in Hydra's registry."""
-    name = f"aligner_schema_{id(schema)}"  # the cache keeps the schema, so the id is never used again
-    ConfigStore.instance().store(name=name, node=_structured(schema))
-    return name
 
 
 def _adding_groups(overrides: list[str], act: Callable[[list[str]], T]) -> tuple[T, list[str]]:
@@ -305,10 +299,28 @@ def _structured(schema: type) -> DictConfig:
     """
     node = OmegaConf.structured(schema)
     for field in fields(schema):  # type: ignore[arg-type]
-        factory = field.default_factory
-        if isinstance(factory, type) and is_dataclass(factory):
-            node[field.name] = _structured(factory)
+        if _is_section(field):
+            _write_defaults(node, field.name, field.default_factory, field.default_factory())
     return node
+
+
+def _is_section(field: Field[Any]) -> bool:
+    return isinstance(field.default_factory, type) and is_dataclass(field.default_factory)
+
+
+def _write_defaults(parent: DictConfig, name: str, schema: type, made: Any) -> None:
+    """Undo what `__post_init__` of a section, or of the one around it, has made of the defaults of `schema`."""
+    if type(made) is not schema:
+        parent[name] = _structured(schema)
+        return
+    for field in fields(schema):
+        value = getattr(made, field.name)
+        if _is_section(field):
+            _write_defaults(parent[name], field.name, field.default_factory, value)
+            continue
+        written = field.default if field.default is not MISSING else field.default_factory()
+        if value != written:
+            parent[name][field.name] = written
 
 
 def to_object(schema: type[T], node: Any) -> T:

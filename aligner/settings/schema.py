@@ -29,20 +29,20 @@ class SchemaKey:
 
 
 @functools.cache
-def schema_keys(schema: type, prefix: str = "") -> tuple[SchemaKey, ...]:
-    """Every key of the schema, depth first, in the order of the fields."""
-    hints, comments = typing.get_type_hints(schema), _comments(schema)
+def schema_keys(schema: type, prefix: str = "", *, described: bool = False) -> tuple[SchemaKey, ...]:
+    """Every key of the schema, depth first, in the order of the fields; `described` with comments, for which the sources are parsed."""
+    hints, comments = typing.get_type_hints(schema), _comments(schema) if described else {}
     found: list[SchemaKey] = []
     for field in fields(schema):
         key, kind = prefix + field.name, without_none(hints[field.name])
         comment = comments.get(field.name, "")
         if inspect.isclass(kind) and is_dataclass(kind):
             found.append(SchemaKey(key=key, type=kind.__name__, comment=comment or _first_sentence(kind), section=True))
-            found += schema_keys(kind, key + ".")
+            found += schema_keys(kind, key + ".", described=described)
         elif (named := _named_sections(kind)) is not None:
             found.append(SchemaKey(key=key, type=f"dict[str, {named.__name__}]", comment=comment))
             found.append(SchemaKey(key=f"{key}.*", type=named.__name__, comment=_first_sentence(named), section=True))
-            found += schema_keys(named, f"{key}.*.")
+            found += schema_keys(named, f"{key}.*.", described=described)
         else:
             open_ended = typing.get_origin(kind) in (dict, list, tuple) or kind in (dict, list, tuple, typing.Any)
             found.append(SchemaKey(key=key, type=type_name(hints[field.name]), comment=comment, open=open_ended))

@@ -70,7 +70,7 @@ def _describe(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     from aligner.settings.schema import schema_keys
 
     recipe: Any = recipe_of(config, overrides)
-    keys, folders = schema_keys(recipe.config), recipe.folders()
+    keys, folders = schema_keys(recipe.config, described=True), recipe.folders()
     values = dict(shown_values(compose_node(recipe.config, config, overrides, folders), keys))
     return {"groups": groups_of(keys, folders), "keys": [asdict(key) for key in keys], "values": values}
 
@@ -97,11 +97,10 @@ def _check(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _planned(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     from aligner.commands.plan.command import load, plan_config
-    from aligner.planner.estimate import Scales
     from aligner.planner.report import listed, seconds
 
     settings: Any = load(config, overrides)
-    job = plan_config(config, settings, Scales(settings.cluster.device))
+    job = plan_config(config, settings)
     nodes, whole = math.ceil(job.num_ranks / job.cluster.gpus_per_node), job.run.run_seconds
     lines = [f"A step takes {seconds(job.step_seconds)} ({listed(job.run.phases, seconds)}), with {job.num_ranks} ranks."]
     if math.isfinite(whole):

@@ -21,7 +21,7 @@ from aligner.models.create import create_policy, training
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig
-from aligner.planner.estimate import Scales, plan_component
+from aligner.planner.estimate import plan_component
 from aligner.planner.workload import Component, Head, Phase, Work
 from aligner.types import LabeledBatch
 
@@ -71,7 +71,7 @@ def predict(length: int, cp: int, architecture: dict) -> dict[str, float]:
         optimizer=OPTIMIZER,
         work=Work(phases=phases, rows=1, length=length, response_length=length - 1, update_rows=1, num_updates=1),
     )
-    planned = plan_component(component, ClusterConfig(), Scales(ClusterConfig().device))
+    planned = plan_component(component, ClusterConfig())
     return {phase.value: planned.activations(phase) for phase in phases}
 
 

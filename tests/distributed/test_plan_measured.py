@@ -20,7 +20,7 @@ from aligner.parallel.mcore import ChainedOptimizer, parallel_state
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
 from aligner.planner.config import ClusterConfig
-from aligner.planner.estimate import Scales, plan_component, replication, state_bytes
+from aligner.planner.estimate import plan_component, replication, state_bytes
 from aligner.planner.workload import Component, Head, Phase, Work
 from aligner.types import LabeledBatch, ValueBatch
 
@@ -131,7 +131,7 @@ def predict(specs: dict[str, dict]) -> dict[str, dict]:
 
 def predict_one(spec: dict) -> dict:
     own, cluster = component(spec), ClusterConfig()
-    planned = plan_component(own, cluster, Scales(cluster.device))
+    planned = plan_component(own, cluster)
     exact = {}
     for stage in range(own.parallel.pp):
         chunks = dry_run.shard_parameters(own, stage)

@@ -20,7 +20,7 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
 from aligner.planner.config import ClusterConfig
-from aligner.planner.estimate import Scales, plan_component
+from aligner.planner.estimate import plan_component
 from aligner.planner.workload import Component, Head, Phase, Work
 from aligner.types import Images, LabeledBatch
 
@@ -103,7 +103,7 @@ def predict(folder: Path) -> dict[str, list[tuple[int, int]]]:
         slots = images_of(rows) * rows.vision.num_slots(rows.digests["b"])
         own, cluster = component(folder, name, image_tokens=slots), ClusterConfig()
         blind = replace(own, model=replace(own.model, images=False))
-        plans = [plan_component(one, cluster, Scales(cluster.device)) for one in (own, blind)]
+        plans = [plan_component(one, cluster) for one in (own, blind)]
         found[name] = [tuple(plan.activations(Phase.train, stage) for plan in plans) for stage in range(own.parallel.pp)]
     return found
 

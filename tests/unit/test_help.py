@@ -21,7 +21,7 @@ from aligner.settings.schema import schema_keys
 @functools.cache
 def shown(recipe: str, topic: str = "", *overrides: str) -> str:
     schema, folders = recipes()[recipe].config, recipes()[recipe].folders()
-    keys = list(schema_keys(schema))
+    keys = list(schema_keys(schema, described=True))
     values = dict(shown_values(compose_node(schema, recipe, overrides, folders), keys))
     return explain.render(keys, values, program=f"aligner train {recipe}", file=recipe, groups=[], topic=topic)
 
@@ -32,7 +32,9 @@ def settings(text: str) -> list[str]:
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_every_setting_and_every_section_has_a_meaning(recipe: str) -> None:
-    without = [key.key for key in schema_keys(recipes()[recipe].config) if not key.comment and not key.key.endswith(".arguments.*")]
+    without = [
+        key.key for key in schema_keys(recipes()[recipe].config, described=True) if not key.comment and not key.key.endswith(".arguments.*")
+    ]
     assert without == []
 
 

@@ -23,7 +23,7 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component, with_fitting_cache
+from aligner.planner.estimate import ComponentPlan, again, named, plan_component, with_fitting_cache
 from aligner.planner.memory import context_bytes, resting_bytes
 from aligner.planner.simulation import Habits, Part, simulate
 from aligner.planner.workload import Component, Engine, Head, Phase, ResponseLengths, Work
@@ -54,8 +54,7 @@ def plan(name: str, overrides: Sequence[str], options: PlanOptions) -> int:
 
 def plan_job(name: str, overrides: Sequence[str]) -> report.JobPlan:
     """As `plan`, without printing."""
-    config = load(name, overrides)
-    return plan_config(name, config, Scales(config.cluster.device))
+    return plan_config(name, load(name, overrides))
 
 
 def against(directory: Path) -> comparison.Comparison:
@@ -64,27 +63,27 @@ def against(directory: Path) -> comparison.Comparison:
     return comparison.compare(plan_job(*config_and_overrides("", [], directory)), directory)
 
 
-def plan_config(name: str, config: JobRun, scales: Scales, *, advises: bool = True) -> report.JobPlan:
-    """The plan of a composed config. `scales` has what other plans have measured; `advises`: problems name settings that help."""
-    cluster, plans = config.cluster, planned(config, scales)
+def plan_config(name: str, config: JobRun, *, advises: bool = True) -> report.JobPlan:
+    """The plan of a composed config. `advises`: problems name settings that help."""
+    cluster, plans = config.cluster, planned(config)
     take_turns, problems = any(one.component.turns and one.component.owns_layout for one in plans), []
     together = [one for one in plans if take_turns or one.component.process == plans[0].component.process]
     if len(together) > 1:
         host = {f"{one.component.name}: {part}": size for one in together for part, size in one.host.items()}
         problems += report.host_problems("all components together", host, cluster)
     for one in plans:
-        advice = search.advice(one.component, cluster, scales) if advises and not (one.fits or one.component.within) else []
+        advice = search.advice(one.component, cluster) if advises and not (one.fits or one.component.within) else []
         problems += report.problems(one, cluster, advice)
     parts = [Part(component=one.component, sizes=one.sizes, seconds={time.phase: time.total for time in one.times}) for one in plans]
     run = simulate(parts, cluster, config.plan, habits(config), take_turns=take_turns)
     return report.JobPlan(name=name, cluster=cluster, components=plans, problems=tuple(problems), run=run, take_turns=take_turns)
 
 
-def planned(config: JobRun, scales: Scales) -> tuple[ComponentPlan, ...]:
+def planned(config: JobRun) -> tuple[ComponentPlan, ...]:
     """A plan of each component, the training one first."""
     cluster = config.cluster
     found = with_lengths(components(config), config.plan)
-    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
+    plans = beside(tuple(plan_component(component, cluster) for component in found), cluster)
     return tuple(with_fitting_cache(one, cluster) for one in plans)
 
 

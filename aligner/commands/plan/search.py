@@ -26,7 +26,6 @@ from aligner.commands.slurm import launch_slurm
 from aligner.errors import ConfigError
 from aligner.losses.correction import Correction
 from aligner.planner import report
-from aligner.planner.estimate import Scales
 from aligner.planner.job_search import Arrangement, Candidate, JobSearch, undominated
 from aligner.planner.report import Found, Row
 from aligner.planner.search import Estimator, Space, written
@@ -96,9 +95,8 @@ class _Search:
     def __init__(self, name: str, overrides: Sequence[str], options: PlanOptions) -> None:
         self.name, self.options, self.config = name, options, load(name, overrides)
         cluster = self.config.cluster
-        self.scales = Scales(cluster.device)
         self.space = Space(cluster=cluster, main=self.config.traits().role, typed=_typed(overrides, self.config))
-        estimator, arrangements = Estimator(cluster, self.scales), list(_arrangements(self.config, self.space))
+        estimator, arrangements = Estimator(cluster), list(_arrangements(self.config, self.space))
         # Updates by the host are slow: they are tried only if nothing fits without them.
         spaces = (self.space, replace(self.space, host_updates=True))
         self.searches = [[JobSearch(one, space, estimator) for one in arrangements] for space in spaces]
@@ -187,7 +185,7 @@ class _Search:
         """The full plan of the job with these settings; None if a run would refuse them."""
         try:
             config = with_settings(self.config, settings)
-            return plan_config(self.name, config, self.scales, advises=False)
+            return plan_config(self.name, config, advises=False)
         except ConfigError:
             return None
 

@@ -60,14 +60,13 @@ def asked(name: str, *settings: str) -> list[str]:
 
 def _main() -> None:
     from aligner.commands.plan.command import load, plan_config
-    from aligner.planner.estimate import Scales
 
     jobs: dict[str, dict] = {
         "ppo_8b": {memory: asked("ppo_8b", "slurm.exclusive=false", f"slurm.memory={memory}") for memory in ("1G", "auto")}
     }
     for name in NAMES:
         config = load(name, [])
-        plan = plan_config(name, config, Scales(config.cluster.device), advises=False)
+        plan = plan_config(name, config, advises=False)
         jobs[name] = {
             "hosts": [sum(part.host.values()) / 2**30 for part in plan.components],
             "host_memory_gib": config.cluster.host_memory_gib,

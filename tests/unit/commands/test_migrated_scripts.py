@@ -20,7 +20,6 @@ from aligner.commands.migrate.reading import read
 from aligner.commands.parts import MigrateOptions
 from aligner.commands.plan import command as plan
 from aligner.errors import AlignerError, ConfigError
-from aligner.planner.estimate import Scales
 from aligner.settings.command_line import override
 
 PUBLISHED: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "published" / "migrate.yaml").read_text())
@@ -88,7 +87,7 @@ def loaded(found: Migration) -> Any:
 def planned(found: Migration) -> None:
     """Raises AlignerError where the plan refuses the command."""
     config = loaded(found)
-    plan.plan_config(found.recipe, config, Scales(config.cluster.device), advises=False)
+    plan.plan_config(found.recipe, config, advises=False)
 
 
 def composes_and_plans_or_says_why(found: Migration) -> None:

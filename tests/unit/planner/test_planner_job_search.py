@@ -12,7 +12,6 @@ from plan_parts import architecture, work
 from aligner.models.config import ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.estimate import Scales
 from aligner.planner.job_search import COMMUNICATORS, Aim, Arrangement, JobSearch, Option, RoleSearch, step_seconds
 from aligner.planner.memory import host_memory
 from aligner.planner.search import Estimator, Space
@@ -104,7 +103,7 @@ def test_nothing_in_the_product_is_faster(gib: float, colocated: bool) -> None:
             for one, engine in zip(roles, offloading, strict=True)
         ]
     space = Space(cluster=cluster(gib), main="actor", typed=TYPED)
-    estimator = Weighed(space.cluster, Scales(Device.gpu))
+    estimator = Weighed(space.cluster)
     search = JobSearch(Arrangement(words="", settings={}, components=tuple(roles), colocated=colocated), space, estimator)
     found = search.candidates(GPUS)
     beside = int(2 * (space.cluster.reserved_gib + COMMUNICATORS * space.cluster.communicator_gib) * GIB) if colocated else 0
@@ -118,7 +117,7 @@ def test_nothing_in_the_product_is_faster(gib: float, colocated: bool) -> None:
 @pytest.mark.parametrize("role", [ACTOR, CRITIC], ids=lambda role: role.name)
 def test_fronts_are_what_nothing_beats(role: Component, gib: float) -> None:
     space = Space(cluster=cluster(gib), main="actor")
-    estimator = Weighed(space.cluster, Scales(Device.gpu))
+    estimator = Weighed(space.cluster)
 
     def cost(option: Option) -> tuple[float, ...]:
         sampling, training = (option.times.get(phase, 0.0) for phase in (Phase.generate, Phase.train))
@@ -142,7 +141,7 @@ def test_a_guest_is_computed_where_its_host_is() -> None:
     space = Space(cluster=cluster(80.0), main="actor", typed=TYPED)
     guest = replace(REWARD, within="critic")
     together = Arrangement(words="", settings={"critic.with_reward": "true"}, components=(ACTOR, CRITIC), guests={"critic": guest})
-    best = JobSearch(together, space, Weighed(space.cluster, Scales(Device.gpu))).candidates(GPUS)[0]
+    best = JobSearch(together, space, Weighed(space.cluster)).candidates(GPUS)[0]
     actor, critic = best.options
     assert (
         critic.guest is not None
