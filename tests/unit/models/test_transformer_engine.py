@@ -39,7 +39,11 @@ def gpu_recipes() -> list[str]:
     return found
 
 
-@pytest.fixture(params=VERSIONS, ids=lambda pair: f"te{pair[0]}-core{pair[1] or '-installed'}")
+def named(pair: tuple[str, str]) -> str:
+    return f"te{pair[0]}-core{pair[1] or '-installed'}"
+
+
+@pytest.fixture(params=VERSIONS, ids=named)
 def built(request) -> Callable[..., list[dict[str, Any]]]:
     """`built([(config, overrides)])`: what the job says of each component. In a process of its own: Megatron-Core looks for Transformer
     Engine when it is imported."""
@@ -61,6 +65,7 @@ def built(request) -> Callable[..., list[dict[str, Any]]]:
     return build
 
 
+@pytest.mark.parametrize("built", [VERSIONS[0], pytest.param(VERSIONS[1], marks=pytest.mark.slow)], indirect=True, ids=named)
 def test_every_gpu_recipe_has_the_parameters_of_torchs_layers(built):
     recipes = gpu_recipes()
     assert {"sft_70b", "dpo_70b", "rm_70b", "grpo_70b", "ppo_8b", "ppo_70b", "ppo_175b", "ppo_long_context"} <= set(recipes)
