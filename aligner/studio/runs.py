@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from aligner.cluster.lease import read_lease
+from aligner.cluster.slurm.attempt import History
 from aligner.errors import AlignerError, DataError
 from aligner.files import publish
 from aligner.reporting.diagnosis import Diagnosis, diagnose
@@ -154,7 +155,7 @@ def state_of(files: RunFiles, steps: list[StepMetrics]) -> State:
 
 def _ended(files: RunFiles, steps: list[StepMetrics]) -> State:
     """Of a run that nobody holds and that is not done."""
-    attempts = _lines(files.attempts)
+    attempts = [line for line in History(files.attempts, job="").read() if isinstance(line, dict)]
     if attempts:
         newest = attempts[-1]
         if newest.get("event") == "submitted":
@@ -192,18 +193,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return [line for line in found if isinstance(line, dict)]
 
 
 @dataclass

@@ -1,21 +1,29 @@
-"""The first page: every run below the folder, with what it does and how far it is; live, filtered, compared, put away."""
+"""The first page: every run below the folder, with what it does and how far it is; live, filtered, compared, put away.
+
+Another page compares runs: their curves, their final figures, the settings in which they differ, and samples of the same prompts.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from fastapi import Query
 from nicegui import run as background
 from nicegui import ui
 
 from aligner.reporting.formats import seconds, stretches
 from aligner.reporting.jsonl import StepMetrics
+from aligner.reporting.samples_report import differences
+from aligner.studio.curves import Curves
 from aligner.studio.runs import Run
-from aligner.studio.shared import Studio, frame, later, state_badge
+from aligner.studio.samples import Samples
+from aligner.studio.shared import Studio, found, frame, later, state_badge, table
 
-REFRESH_SECONDS = 2.0
+REFRESH_SECONDS, COMPARE_SECONDS = 2.0, 5.0
 MOST_COMPARED = 8
 _MAIN = ("rollout/reward", "reward/accuracy", "preference/accuracy", "kto/accuracy", "validation/reward", "validation/accuracy")
 _SPARK_POINTS, _SPARK_WIDTH, _SPARK_HEIGHT = 40, 120, 24
@@ -41,12 +49,24 @@ _CHANGED = '<q-td :props="props">{{ props.row.changed }}</q-td>'
 
 
 def register(studio: Studio) -> None:
-    """Serve the page at `/`."""
+    """Serve the pages at `/` and at `/compare?run=A&run=B`."""
 
     @ui.page("/")
     def page() -> None:
         with frame("Runs"):
             later(_Table(studio).build)
+
+    @ui.page("/compare")
+    def compare(run: list[str] = Query(default=[])) -> None:  # noqa: B008  FastAPI's way to read a repeated parameter
+        names = list(dict.fromkeys(run))[:MOST_COMPARED]
+
+        async def build() -> None:
+            runs = [await found(studio, name) for name in names]
+            if runs and all(runs):
+                await _compare([one for one in runs if one is not None])
+
+        with frame("Compare"):
+            later(build)
 
 
 class _Table:
@@ -160,3 +180,30 @@ def main_metric(steps: list[StepMetrics]) -> tuple[str, str]:
     return name, " ".join(
         f"{1 + i * width:.1f},{_SPARK_HEIGHT - 2 - (mean - low) / span * (_SPARK_HEIGHT - 4):.1f}" for i, mean in enumerate(means)
     )
+
+
+async def _compare(runs: Sequence[Run]) -> None:
+    curves = Curves(runs)
+    await curves.build()
+
+    async def refresh() -> None:
+        await background.io_bound(lambda: [run.look() for run in runs])
+        await curves.refresh()
+
+    ui.timer(COMPARE_SECONDS, refresh, immediate=False)
+    table("Last figures", await background.io_bound(last_figures, runs))
+    table("Settings that differ", await background.io_bound(lambda: differences({run.name: run.config for run in runs})))
+    ui.label("Samples of the same prompts").classes("text-h6")
+    await Samples(runs).build()
+
+
+def last_figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """The newest value of each metric that at least one run has."""
+    newest: list[dict[str, float]] = []
+    for run in runs:
+        values: dict[str, float] = {}
+        for record in run.steps[-50:]:  # a validation may be some steps ago
+            values |= record.values
+        newest.append(values)
+    rows = [(name, *(f"{own[name]:.5g}" if name in own else "" for own in newest)) for name in sorted(set().union(*newest))]
+    return [("metric", *(run.name for run in runs)), *rows]

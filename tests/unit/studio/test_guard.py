@@ -14,7 +14,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from aligner.studio.guard import Guard
+from aligner.studio.app import Guard
 
 TOKEN, HOST = "secret-token", "http://127.0.0.1:8080"
 

@@ -19,10 +19,9 @@ from aligner.errors import DataError
 from aligner.reporting.jsonl import MetricsFile, MetricsTail, read_metrics
 from aligner.reporting.samples_report import differences
 from aligner.studio import runs as module
-from aligner.studio.compare_page import last_figures
 from aligner.studio.run_page import command_line
 from aligner.studio.runs import Run, Runs, State
-from aligner.studio.runs_page import main_metric, row
+from aligner.studio.runs_page import last_figures, main_metric, row
 
 
 def _run(folder: Path, name: str, steps: int = 0, **files: str) -> RunDirectory:

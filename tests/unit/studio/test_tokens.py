@@ -7,7 +7,7 @@ import math
 import pytest
 
 pytest.importorskip("nicegui", reason="nicegui is not installed")
-from aligner.studio.tokens import TOKENS_A_LINE, derived, lines
+from aligner.studio.samples import TOKENS_A_LINE, derived, lines
 from aligner.types import TokenTable
 
 
