@@ -5,6 +5,7 @@ A factory (marked as such) is used with `arguments`; the others are reward funct
 
 from __future__ import annotations
 
+import os.path
 import re
 
 from aligner.rewards.forms import Factory, TextFunction, of_each_response
@@ -58,7 +59,7 @@ def starts_with(target: str) -> TextFunction:
     The partial credit lets a policy that has never produced the whole string learn it from the left.
     """
     wanted = _not_blank(target, "target").lstrip()
-    return of_each_response(lambda response: _common_prefix(wanted, response.lstrip()) / len(wanted))
+    return of_each_response(lambda response: len(os.path.commonprefix([wanted, response.lstrip()])) / len(wanted))
 
 
 @Factory
@@ -89,7 +90,3 @@ def _needed(answer: str | None, prompt: str) -> str:
     if answer is None:
         raise ValueError(f"the prompt {prompt[:80]!r} has no answer to compare with")
     return answer
-
-
-def _common_prefix(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

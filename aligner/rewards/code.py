@@ -7,7 +7,6 @@ import json
 import re
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from aligner.errors import ConfigError
 from aligner.rewards.forms import Factory, TextFunction
@@ -15,14 +14,6 @@ from aligner.rewards.sandbox import Ending, Isolation, Outcome, Sandbox, Sandbox
 
 WALL_TIMES = 3  # a program that passes on an idle machine passes on a busy one
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
-    """A test: the program's input and its expected output."""
-
-    given: str
-    expected: str
 
 
 @Factory
@@ -65,8 +56,8 @@ def program_of(response: str) -> str:
     return blocks[-1] if blocks else response
 
 
-def parse_tests(text: str) -> str | list[Exchange]:
-    """Python source, or pairs of input and output. Raises ValueError if it is neither, or empty."""
+def parse_tests(text: str) -> str | list[tuple[str, str]]:
+    """Python source, or pairs of the program's input and its expected output. Raises ValueError if it is neither, or empty."""
     if not text.strip():
         raise ValueError("the prompt has no tests as its answer")
     try:
@@ -82,14 +73,14 @@ def parse_tests(text: str) -> str | list[Exchange]:
     given, expected = pairs["inputs"], pairs["outputs"]
     if not given or len(given) != len(expected) or not all(isinstance(one, str) for one in (*given, *expected)):
         raise ValueError(f"the prompt's tests need as many inputs as outputs, at least one, all of them strings: {text[:100]!r}")
-    return [Exchange(given=one, expected=other) for one, other in zip(given, expected, strict=True)]
+    return list(zip(given, expected, strict=True))
 
 
-def _passed(sandbox: Sandbox, program: str, tests: str | list[Exchange]) -> float:
+def _passed(sandbox: Sandbox, program: str, tests: str | list[tuple[str, str]]) -> float:
     """The fraction of the tests that a program passes."""
     if isinstance(tests, str):
         return _asserts_passed(sandbox, program, tests)
-    return sum(_says(sandbox.run(program, test.given), test.expected) for test in tests) / len(tests)
+    return sum(_says(sandbox.run(program, given), expected) for given, expected in tests) / len(tests)
 
 
 def _says(outcome: Outcome, expected: str) -> bool:

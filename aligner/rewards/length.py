@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from enum import Enum
 
 from aligner.rewards.forms import Factory, OnSamples, Sample
 
-
-class Unit(str, Enum):
-    """What a length counts."""
-
-    tokens = "tokens"  # with the end-of-sequence token
-    words = "words"
-    characters = "characters"
+_UNITS: dict[str, Callable[[Sample], int]] = {
+    "tokens": lambda sample: len(sample.rollout.response),  # with the end-of-sequence token
+    "words": lambda sample: len(sample.response.split()),
+    "characters": lambda sample: len(sample.response),
+}
 
 
 @Factory
@@ -41,16 +38,9 @@ def overlong(limit: float, buffer: float, unit: str = "tokens") -> OnSamples:
 
 
 def _of_length(unit: str, credit: Callable[[int], float]) -> OnSamples:
-    if unit not in Unit.__members__:
-        raise ValueError(f"unit is {unit!r}, expected one of {', '.join(Unit.__members__)}")
-    kind = Unit(unit)
-    return OnSamples(lambda samples: [credit(_length(sample, kind)) for sample in samples])
-
-
-def _length(sample: Sample, unit: Unit) -> int:
-    if unit is Unit.tokens:
-        return len(sample.rollout.response)
-    return len(sample.response.split()) if unit is Unit.words else len(sample.response)
+    if unit not in _UNITS:
+        raise ValueError(f"unit is {unit!r}, expected one of {', '.join(_UNITS)}")
+    return OnSamples(lambda samples: [credit(_UNITS[unit](sample)) for sample in samples])
 
 
 def _positive(**values: float) -> None:

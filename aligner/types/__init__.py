@@ -22,7 +22,13 @@ from aligner.types.batches import (
     TokenOutputs,
     ValueBatch,
 )
-from aligner.types.extras import Images, Routes, RowTensor, no_expert, route_dtype
+from aligner.types.extras import (
+    Images,
+    Routes,
+    RowTensor,
+    no_expert,
+    route_dtype,
+)
 from aligner.types.rollouts import (
     Episode,
     EpisodeRows,
@@ -37,35 +43,3 @@ from aligner.types.rollouts import (
     TokenTable,
     TurnMark,
 )
-
-__all__ = [
-    "Batch",
-    "DistillationBatch",
-    "Episode",
-    "EpisodeRows",
-    "FinishReason",
-    "Images",
-    "LabeledBatch",
-    "LogprobKind",
-    "LossOutput",
-    "MaskedBatch",
-    "PolicyBatch",
-    "PreferenceBatch",
-    "Prompt",
-    "Rollout",
-    "RolloutBatch",
-    "Routes",
-    "RowTensor",
-    "SampleRow",
-    "SampleTurn",
-    "SamplingConfig",
-    "Scores",
-    "StepBatch",
-    "TokenBatch",
-    "TokenOutputs",
-    "TokenTable",
-    "TurnMark",
-    "ValueBatch",
-    "no_expert",
-    "route_dtype",
-]

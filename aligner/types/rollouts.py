@@ -3,8 +3,6 @@ compacted contexts), which share one reward and one place in a group."""
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError
+from aligner.errors import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, UP_TO_1, ConfigError, check_range
 from aligner.types.batches import check_tensors
 from aligner.types.extras import check_rows
 
@@ -122,19 +120,7 @@ class Rollout:
         return len(self.response) if self.written is None else sum(self.written)
 
 
-_TINY, _HUGE = sys.float_info.min, sys.float_info.max
 USUAL_RESPONSE_LENGTH = 256  # tokens, where no length is set
-_SAMPLING_RANGES = {
-    "temperature": (0, _HUGE, "finite and not negative (0 is greedy)"),
-    "top_k": (0, math.inf, "not negative (0 is off)"),
-    "top_p": (_TINY, 1, "above 0 and at most 1 (1 is off)"),
-    "min_p": (0, 1, "from 0 to 1 (0 is off)"),
-    "min_response_length": (0, math.inf, "not negative (0 is off)"),
-    "max_response_length": (0, math.inf, "not negative (0: 256, or what the context leaves)"),
-    "repetition_penalty": (_TINY, _HUGE, "finite and above 0 (1 is off)"),
-    "presence_penalty": (-2, 2, "from -2 to 2 (0 is off)"),
-    "frequency_penalty": (-2, 2, "from -2 to 2 (0 is off)"),
-}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,10 +141,14 @@ class SamplingConfig:
     raw_logprobs: bool = False  # log-probs at temperature 1 too
 
     def __post_init__(self) -> None:
-        for name, (least, most, allowed) in _SAMPLING_RANGES.items():
-            value = getattr(self, name)
-            if not least <= value <= most:  # so too where it is not a number
-                raise ConfigError(f"sampling.{name}={value}: must be {allowed}")
+        check_range(self, "sampling", FINITE, "temperature", note=" (0 is greedy)")
+        check_range(self, "sampling", NOT_NEGATIVE, "top_k", "min_response_length", note=" (0 is off)")
+        check_range(self, "sampling", NOT_NEGATIVE, "max_response_length", note=" (0: 256, or what the context leaves)")
+        check_range(self, "sampling", SHARE, "top_p", note=" (1 is off)")
+        check_range(self, "sampling", UP_TO_1, "min_p", note=" (0 is off)")
+        check_range(self, "sampling", POSITIVE, "repetition_penalty", note=" (1 is off)")
+        between = (lambda value: -2 <= value <= 2, "must be from -2 to 2")
+        check_range(self, "sampling", between, "presence_penalty", "frequency_penalty", note=" (0 is off)")
         if self.min_response_length > self.longest:
             raise ConfigError(
                 f"sampling.min_response_length={self.min_response_length}: must be at most max_response_length={self.longest}"

@@ -9,7 +9,7 @@ import pytest
 
 from aligner.errors import ConfigError
 from aligner.rewards import maths as module
-from aligner.rewards.code import Exchange, parse_tests, program_of, python_tests
+from aligner.rewards.code import parse_tests, program_of, python_tests
 from aligner.rewards.maths import final_answer, maths
 
 needs_math_verify = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
@@ -123,7 +123,7 @@ def test_programs_against_tests(capsys):
 
 
 def test_reading_tests_and_programs():
-    assert parse_tests('{"inputs": ["1"], "outputs": ["2"]}') == [Exchange(given="1", expected="2")]
+    assert parse_tests('{"inputs": ["1"], "outputs": ["2"]}') == [("1", "2")]
     assert parse_tests(ASSERTS) == ASSERTS
     bad = {"assert (": "neither JSON nor Python", "[1]": "not an object with inputs", '{"inputs": [], "outputs": []}': "as many inputs"}
     for text, why in bad.items():
