@@ -68,6 +68,13 @@ class Reference(Protocol):
         """As `Policy.logprobs`."""
 
 
+class Teacher(Reference, Protocol):
+    """A frozen policy that another one learns from."""
+
+    def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
+        """As `aligner.models.training.policy.MegatronPolicy.topk`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
     """Which of a rollout engine's replicas this rank belongs to. They differ from training's data-parallel ones: every rank generates."""

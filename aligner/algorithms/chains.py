@@ -24,7 +24,7 @@ from torch import Tensor
 
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.constitution import Case, Constitution, Framing, Principle, Question
-from aligner.errors import ConfigError, DataError, RunHalted
+from aligner.errors import UP_TO_1, ConfigError, DataError, RunHalted, check_numbers, check_range
 from aligner.files import publish
 from aligner.hub.names import Files
 from aligner.loop.writing import Parts, Record
@@ -75,12 +75,10 @@ class ConstitutionConfig:
     batch_size: int = 16  # questions that are answered together, each of four rows
 
     def __post_init__(self) -> None:
-        for name, least in (("num_chains", 1), ("num_revisions", 0), ("num_questions", 1), ("part_size", 1), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least {least}")
-        for name, low, high in (("min_probability", 0.5, 1.0), ("min_mass", 0.0, 1.0)):
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be from {low} to {high}")
+        counts = ("num_chains", "num_questions", "part_size", "batch_size")
+        check_numbers(self, "algorithm", at_least_1=counts, not_negative=("num_revisions",))
+        check_range(self, "algorithm", (lambda value: 0.5 <= value <= 1, "must be from 0.5 to 1"), "min_probability")
+        check_range(self, "algorithm", UP_TO_1, "min_mass")
         if not self.num_revisions and self.pairs in (Pairs.none, Pairs.revised):
             raise ConfigError(
                 f"algorithm.num_revisions=0: with algorithm.pairs={self.pairs.value} there is nothing to write; allowed: sampled"

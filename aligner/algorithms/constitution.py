@@ -114,12 +114,15 @@ class Constitutional:
         return draw(among, count, f"{self.seed}/{case.prompt.id}/{number}/{purpose}")
 
     def _sample(self, part: int, chains: Sequence[Chain], sampled: _Sampled) -> None:
+        def asked(chain: Chain) -> Sequence[int]:
+            return chain.case.prompt.tokens
+
         stages = iter(range(part * self.config.samples_per_chain, (part + 1) * self.config.samples_per_chain))
-        for chain, (text, fault) in self._ask("response", next(stages), chains, _draft_tokens, sampled):
+        for chain, (text, fault) in self._ask("response", next(stages), chains, asked, sampled):
             chain.draft, chain.fault = text, fault
         if self.config.pairs is Pairs.sampled:
             whole = [chain for chain in chains if not chain.fault]
-            for chain, (text, fault) in self._ask("response", next(stages), chains, _draft_tokens, sampled, only=whole):
+            for chain, (text, fault) in self._ask("response", next(stages), chains, asked, sampled, only=whole):
                 chain.second, chain.second_fault = text, fault
         for number in range(self.config.num_revisions):
             self._round(number, (next(stages), next(stages)), chains, sampled)
@@ -178,7 +181,8 @@ class Constitutional:
             SampleRequest(
                 prompts=[prompt for _, prompt in some],
                 seeds=[seeds[chain.row] for chain, _ in some],
-                sampling=self.sampling if chat else text_sampling(self.sampling),
+                # Of plain text a model continues with the next turn unless it is stopped.
+                sampling=self.sampling if chat else self.sampling.stopping_at(*MARKS),
             )
             for chat, some in asked.items()
         ]
@@ -217,15 +221,6 @@ class Constitutional:
         for (row, pair), questions, judgement in zip(compared, names, judgements, strict=True):
             traces[row]["comparison"] = comparison_of(chains[row].case, pair, judgement, self.config) | {"questions": questions}
         return [one for one in judgements if one is not None]
-
-
-def text_sampling(sampling: SamplingConfig) -> SamplingConfig:
-    """The settings for plain text, where a model continues with the next turn unless it is stopped."""
-    return replace(sampling, stop_strings=[*sampling.stop_strings, *(mark for mark in MARKS if mark not in sampling.stop_strings)])
-
-
-def _draft_tokens(chain: Chain) -> Sequence[int]:
-    return chain.case.prompt.tokens
 
 
 COLUMNS = (

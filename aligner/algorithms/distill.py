@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aligner.data.config import DistillationDataConfig
 from aligner.data.distillation import DistilledExample, check_logprobs, distillation_batch, load_distillation
 from aligner.errors import ConfigError, check_numbers
-from aligner.loop.epochs import EpochTraining, check_batch_sizes
+from aligner.loop.epochs import EpochTraining
 from aligner.loop.loop import Built
 from aligner.losses.aggregation import require
 from aligner.losses.distillation import Divergence, distillation_loss
@@ -74,7 +74,7 @@ class DistillationConfig(DivergenceConfig):
 
     def __post_init__(self) -> None:
         DivergenceConfig.__post_init__(self)
-        check_batch_sizes(self.batch_size, self.validation_batch_size)
+        check_numbers(self, "algorithm", at_least_1=("batch_size", "validation_batch_size"))
 
 
 class Student(Policy, Protocol):

@@ -28,8 +28,8 @@ from torch import Tensor
 from aligner.data.collate import PreferencePair, preference_batch
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.supervised import load_preferences, require_margins
-from aligner.errors import ConfigError
-from aligner.loop.epochs import EpochTraining, ReferenceLogprobs, check_batch_sizes, check_reference
+from aligner.errors import ConfigError, check_numbers
+from aligner.loop.epochs import EpochTraining, ReferenceLogprobs, check_reference
 from aligner.loop.loop import Built
 from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_loss
 from aligner.protocols import Loss, Policy, Reference
@@ -113,7 +113,7 @@ class DPOConfig(PairLossConfig):
 
     def __post_init__(self) -> None:
         PairLossConfig.__post_init__(self)
-        check_batch_sizes(self.batch_size, self.validation_batch_size)
+        check_numbers(self, "algorithm", at_least_1=("batch_size", "validation_batch_size"))
         check_reference(self.reference, self.reference_part_size, is_needed=self.variant.needs_reference, loss=self.variant.value)
 
     @property

@@ -82,9 +82,7 @@ def build(job: WriterJob[Generate]) -> int:
     asks = any(request.label for request in requests)
     if config.algorithm.grouped and not asks:
         raise ConfigError("algorithm.grouped=true: SteerLM 2 is about attributes; allowed: with data.attributes, or labels in the data")
-    sampling = config.rollout.sampling
-    if asks and TURN_START not in sampling.stop_strings:
-        sampling = replace(sampling, stop_strings=[*sampling.stop_strings, TURN_START])
+    sampling = config.rollout.sampling.stopping_at(TURN_START) if asks else config.rollout.sampling
     engine = job.engine(job.policy(temperature=sampling.temperature or 1.0), replace(config.rollout, sampling=sampling))
     scorers = Scorers(reward=NoReward(), pad_id=tokenizer.pad_id, heartbeat=job.session.progress.heartbeat)
 

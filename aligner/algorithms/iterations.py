@@ -42,16 +42,16 @@ from aligner.types import FinishReason, Prompt, SampleRow
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True)
 class SampleFiles(Generic[Item]):
     """What an iteration samples, in parts: <name>/<stem>_000000.json in a directory, each with its name once it is complete. Collective.
 
     `kind`: the dataclass of the items; its fields are numbers, texts, and tuples of them. Those that are None are not written.
     """
 
-    def __init__(self, directory: Path, kind: type[Item], *, stem: str = "part") -> None:
-        self._directory = directory
-        self._kind = kind
-        self._stem = stem
+    directory: Path
+    kind: type[Item]
+    stem: str = "part"
 
     def read(self, name: str, part: int) -> list[Item] | None:
         """None if there is no such file, or not one that was written here."""
@@ -59,7 +59,7 @@ class SampleFiles(Generic[Item]):
         def read() -> list[Item] | None:
             try:
                 records = json.loads(self._path(name, part).read_text())
-                return [self._kind(**{key: tuple(one) if isinstance(one, list) else one for key, one in own.items()}) for own in records]
+                return [self.kind(**{key: tuple(one) if isinstance(one, list) else one for key, one in own.items()}) for own in records]
             except (FileNotFoundError, ValueError, AttributeError, TypeError):
                 return None
 
@@ -67,12 +67,12 @@ class SampleFiles(Generic[Item]):
 
     def write(self, name: str, part: int, items: Sequence[Item]) -> None:
         """Atomically."""
-        names = [field.name for field in fields(cast(Any, self._kind))]
+        names = [field.name for field in fields(cast(Any, self.kind))]
         text = json.dumps([{key: value for key in names if (value := getattr(item, key)) is not None} for item in items])
         from_rank_0(lambda: publish(self._path(name, part), lambda new: new.write_text(text)))
 
     def _path(self, name: str, part: int) -> Path:
-        return self._directory / name / f"{self._stem}_{part:06d}.json"
+        return self.directory / name / f"{self.stem}_{part:06d}.json"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class Answer:
 class Iteration:
     """One of them: `number` from 1, the `name` of its files, and its prompts (positions in the data) as they are sampled together."""
 
-    number: int  # of the case's chains
+    number: int
     name: str
     parts: tuple[tuple[int, ...], ...]
 

@@ -126,16 +126,20 @@ class Judgement:
         return [score for score in self.scores if score is not None]
 
 
+Ask = Callable[[Prompt, Sequence[int]], Sequence[int]]  # a prompt and the response to it -> ids of the judge's prompt
+Asking = tuple[Rubric, Ask]
+
+
 @dataclass(slots=True)
 class Judge:
     """Asks the engine with its current weights. Every rank constructs one; `judge` is collective.
 
-    `ask(prompt, response)` gives the ids of the judge's prompt; those of more than `longest` are not judged. `read`: ids to text.
+    Prompts of more than `longest` tokens are not judged. `read`: ids to text.
     """
 
     rubric: Rubric
     engine: RolloutEngine
-    ask: Callable[[Prompt, Sequence[int]], Sequence[int]]
+    ask: Ask
     read: Callable[[Sequence[int]], str]
     sampling: SamplingConfig
     num_judgements: int
@@ -188,15 +192,6 @@ def judgement_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
     return metrics | ({"judge/disagreement": sum(spreads) / len(spreads)} if spreads else {})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asking:
-    """How the judge is asked. `ask(prompt, response)`: ids of its prompt; `read`: ids to text."""
-
-    rubric: Rubric
-    ask: Callable[[Prompt, Sequence[int]], Sequence[int]]
-    read: Callable[[Sequence[int]], str]
-
-
 def rubric_of(settings: Any) -> Rubric:
     """The rubric of the config. Raises ConfigError for a template that cannot be used."""
     return Rubric(
@@ -215,7 +210,7 @@ def longest_question(config: Any, tokenizer: Tokenizer) -> int:
 
 
 def ask_about(config: Any, train: Sequence[Prompt], validation: Sequence[Prompt], *, tokenizer: Tokenizer, context: int) -> Asking:
-    """The judge of responses to these prompts is asked as the policy is: through the chat template if they are.
+    """How the judge is asked about responses to these prompts: as the policy is, through the chat template if they are.
 
     Raises ConfigError for a template that cannot be used, or that leaves no room for the longest response and a judgement of it.
     """
@@ -229,7 +224,7 @@ def ask_about(config: Any, train: Sequence[Prompt], validation: Sequence[Prompt]
         return encode_prompt(tokenizer, rubric.ask(questions.texts[prompt.source], tokenizer.decode(response)), style)
 
     check_room(config, len(encode_prompt(tokenizer, rubric.ask("", ""), style)), context)
-    return Asking(rubric=rubric, ask=ask, read=tokenizer.decode)
+    return rubric, ask
 
 
 def check_room(config: Any, template: int, context: int) -> None:
@@ -245,13 +240,16 @@ def check_room(config: Any, template: int, context: int) -> None:
         raise ConfigError(f"{parts} = {longest}: longer than the model's context of {context} tokens")
 
 
-def make_judge(settings: Any, asking: Asking, engine: RolloutEngine, heartbeat: Callable[[], None], *, context: int) -> Judge:
+def make_judge(
+    settings: Any, asking: Asking, tokenizer: Tokenizer, engine: RolloutEngine, heartbeat: Callable[[], None], *, context: int
+) -> Judge:
     """The policy as the judge. Text may encode to more tokens than it was sampled with; responses that get too long are not judged."""
+    rubric, ask = asking
     return Judge(
-        asking.rubric,
+        rubric,
         engine,
-        ask=asking.ask,
-        read=asking.read,
+        ask=ask,
+        read=tokenizer.decode,
         sampling=settings.judge_sampling(),
         num_judgements=settings.num_judgements,
         longest=context - settings.max_judgement_length,
@@ -263,7 +261,7 @@ def scoring_settings(config: Any, asking: Asking | None) -> str:
     """Everything that determines samples and scores, besides weights, prompts and seeds."""
     settings, reward, judged = config.algorithm, config.reward, None
     if asking is not None:
-        rubric = asking.rubric
+        rubric, _ = asking
         scale = (rubric.template, rubric.pattern.pattern, rubric.lowest, rubric.highest)
         judged = (scale, settings.num_judgements, settings.judge_sampling())
     return repr((config.rollout.sampling, judged, reward.function, reward.functions, reward.model.path, reward.attribute_weights))

@@ -14,7 +14,7 @@ reference's passes, of the responses and of every step's mismatched rows, were m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,11 +58,9 @@ class KTOConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "algorithm", above_0=("beta",), not_negative=("desirable_weight", "undesirable_weight", "sft_coef"))
-        if self.batch_size < 2 or self.validation_batch_size < 1:
-            raise ConfigError(
-                f"algorithm.batch_size={self.batch_size}, validation_batch_size={self.validation_batch_size}: "
-                "must be at least 2 (each prompt is paired with the response to another) and 1"
-            )
+        check_numbers(self, "algorithm", at_least_1=("validation_batch_size",))
+        if self.batch_size < 2:
+            raise ConfigError(f"algorithm.batch_size={self.batch_size}: must be at least 2: each prompt is paired with another's response")
         check_reference(self.reference, self.reference_part_size, is_needed=True, loss=self.loss.value)
 
     @property
@@ -100,6 +98,7 @@ class Judged:
     mismatched: LabeledBatch | None
 
 
+@dataclass(eq=False)
 class KTO(Stateless):
     """The algorithm over its parts. Every rank constructs one.
 
@@ -107,31 +106,24 @@ class KTO(Stateless):
     examples bring theirs. Raises DataError for a single validation example.
     """
 
-    def __init__(
-        self,
-        config: KTOConfig,
-        policy: Policy,
-        reference: Reference | None,
-        *,
-        train: Sequence[UnpairedExample],
-        validation: Sequence[UnpairedExample],
-        max_length: int,
-        pad_id: int,
-        seed: int,
-        stored: StoredMismatches | None = None,
-    ) -> None:
-        if config.loss.needs_kl and len(validation) == 1:
+    config: KTOConfig
+    policy: Policy
+    reference: Reference | None
+    _: KW_ONLY
+    train: Sequence[UnpairedExample]
+    validation: Sequence[UnpairedExample]
+    max_length: int
+    pad_id: int
+    seed: int
+    stored: StoredMismatches | None = None
+
+    def __post_init__(self) -> None:
+        config, reference, stored = self.config, self.reference, self.stored
+        if config.loss.needs_kl and len(self.validation) == 1:
             raise DataError("data.validation has one usable response; the KL is estimated on prompts paired with the responses to others")
         if config.keeps_reference != (reference is not None) or config.keeps_reference != (stored is None):
             raise ValueError(f"reference is {reference} and stored is {stored}, expected one: algorithm.reference={config.reference.value}")
-        self.config = config
-        self.policy = policy
-        self.reference = reference
-        self.stored = stored
-        self.train = train
-        self.max_length = max_length
-        self.pad_id = pad_id
-        self.order = order_of(train, config.batch_size, seed)
+        self.order = order_of(self.train, config.batch_size, self.seed)
         self.loss = partial(
             kto_loss,
             beta=config.beta,
@@ -140,7 +132,6 @@ class KTO(Stateless):
             sft_coef=config.sft_coef,
             average_logprobs=config.average_logprobs,
         )
-        self._held_out = list(validation)
         self._validation: list[Judged] = []  # from the first validation on
 
     def step(self, step: int, clock: Clock) -> StepResult:
@@ -158,7 +149,7 @@ class KTO(Stateless):
     def validate(self) -> Mapping[str, float]:
         """Loss and metrics on the validation responses, as `validation/*`; z covers all of them."""
         if not self._validation:
-            self._validation = self._judged(self._held_out, self._mismatched(self._held_out, 0), self.config.validation_batch_size)
+            self._validation = self._judged(self.validation, self._mismatched(self.validation, 0), self.config.validation_batch_size)
         if not self._validation:
             return {}
         loss = partial(self.loss, kl=self._kl(self._validation))

@@ -17,9 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from aligner.algorithms.distill import DivergenceConfig, distillation_terms
 from aligner.data.collate import rollout_batch
@@ -36,11 +34,11 @@ from aligner.online.collect import collect, response_metrics, sample_rows, sampl
 from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import SAMPLED, OnlineTask
-from aligner.protocols import Policy
+from aligner.protocols import Policy, Teacher
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.settings import JobRun, Traits, check_best_metric
-from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
+from aligner.types import DistillationBatch, PolicyBatch, RolloutBatch
 from aligner.types.batches import of_kind
 
 if TYPE_CHECKING:
@@ -85,16 +83,6 @@ class OnlineDistillationConfig(DivergenceConfig):
     def updates_per_step(self) -> int:
         """Optimizer steps in one training step."""
         return -(-self.rollouts_per_step // self.mini_batch_size) * self.num_epochs
-
-
-class Teacher(Protocol):
-    """A frozen policy, in the student's processes. Collective."""
-
-    def logprobs(self, batch: MaskedBatch) -> Tensor:
-        """As `Policy.logprobs`."""
-
-    def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
-        """As `aligner.models.training.policy.MegatronPolicy.topk`."""
 
 
 class OnlineDistillation(OnlineAlgorithm[OnlineDistillationConfig]):

@@ -51,11 +51,6 @@ class RegressionConfig(BatchConfig):
             raise ConfigError("algorithm.pooling=tokens: labels are of whole responses; allowed: last, mean")
 
 
-def reports(attributes: Sequence[str]) -> list[str]:
-    """The names of the metrics that a validation gives."""
-    return ["validation/mse", *(f"validation/{kind}_{name}" for name in attributes for kind in ("mse", "correlation"))]
-
-
 class RegressionTraining(EpochTraining[RegressionConfig, LabelledExample, LabeledBatch, ScoreModel]):
     """The algorithm over its parts. Every rank constructs one. `attributes` names the K labels of every example."""
 
@@ -117,7 +112,7 @@ class TrainRegressionRewardModel(TrainerRun):
         check_pooling(self.algorithm.pooling, self.model)
 
     def reports(self) -> Sequence[str]:
-        return reports(self.data.attributes)
+        return ["validation/mse", *(f"validation/{kind}_{name}" for name in self.data.attributes for kind in ("mse", "correlation"))]
 
     def traits(self) -> Traits:
         return self.batch_traits(head=Head.scalar)

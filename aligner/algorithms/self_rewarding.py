@@ -40,7 +40,7 @@ from aligner.data.images import images_in
 from aligner.data.order import EpochSampler
 from aligner.data.supervised import answered
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import ConfigError, RunHalted
+from aligner.errors import ConfigError, RunHalted, check_numbers
 from aligner.loop.learnt import accounted
 from aligner.loop.loop import Built, Clock
 from aligner.online import validation
@@ -88,9 +88,9 @@ class SelfRewardingConfig(IterationConfig):
 
     def __post_init__(self) -> None:
         IterationConfig.__post_init__(self)
-        for name, least in (("group_size", 2), ("num_judgements", 1), ("max_judgement_length", 1), ("min_gap", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least {least}")
+        check_numbers(self, "algorithm", at_least_1=("num_judgements", "max_judgement_length"), not_negative=("min_gap",))
+        if self.group_size < 2:
+            raise ConfigError(f"algorithm.group_size={self.group_size}: must be at least 2")
         if not self.variant.needs_reference:
             raise ConfigError(f"algorithm.loss={self.variant.value}: needs one with a reference, such as sigmoid")
         if not 0 <= self.length_control < 0.5:
@@ -356,8 +356,8 @@ class TrainSelfRewarding(OnlineRun):
         if not self.judges_itself:
             return ""
         config, prompts, tokenizer, context = load()
-        asking = ask_about(config, prompts, (), tokenizer=tokenizer, context=context)
-        size = len(asking.ask(prompts[0], ()))
+        _, ask = ask_about(config, prompts, (), tokenizer=tokenizer, context=context)
+        size = len(ask(prompts[0], ()))
         return f"the policy judges itself, {self.algorithm.num_judgements} times: asked about {prompts[0].source} in {size} tokens"
 
 
@@ -375,7 +375,7 @@ def build(job: OnlineJob[TrainSelfRewarding]) -> Built:
         task,
         job.moving_reference(task),
         SampleFiles(folder, Answer, stem="responses"),
-        judge=None if asking is None else make_judge(settings, asking, task.engine, task.judges.heartbeat, context=context),
+        judge=None if asking is None else make_judge(settings, asking, job.tokenizer, task.engine, task.judges.heartbeat, context=context),
         judgements=None if asking is None else SampleFiles(folder, Judgement, stem="judgements"),
         rewarded=config.has_scorer,
         settings=scoring_settings(config, asking),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from aligner.data import distillation as files
 from aligner.data.collate import SupervisedExample, supervised_batch
@@ -18,10 +16,10 @@ from aligner.loop.loop import Clock, StepResult
 from aligner.loop.writing import FilesAlone
 from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase
+from aligner.protocols import Teacher
 from aligner.reporting.formats import Column
 from aligner.run.recipe import Recipe
 from aligner.run.settings import Traits, WritingRun, reading
-from aligner.types import LabeledBatch
 
 if TYPE_CHECKING:
     from aligner.jobs.writes import WriterJob
@@ -37,13 +35,6 @@ class TeacherPassConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "algorithm", at_least_1=("top_k", "shard_size", "batch_size"))
-
-
-class Teacher(Protocol):
-    """A frozen language model."""
-
-    def topk(self, batch: LabeledBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
-        """As `aligner.models.training.policy.MegatronPolicy.topk`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

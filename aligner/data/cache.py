@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -272,10 +273,7 @@ class _Storing:
 
     def convert(self, tally: Tally, items: Iterable[Any], conversion: Any, records: Any) -> StoredExamples[Any]:
         """`Tally.convert`, its examples in files. Raises what reading the items raises, and DataError if a process is killed."""
-
-        def work(number: int) -> _Outcome:
-            return self._work(number, tally, items, conversion, records)
-
+        work = partial(self._work, tally, items, conversion, records)
         if self.num_workers == 1:
             outcomes = [work(0)]
         else:
@@ -287,7 +285,7 @@ class _Storing:
         write_index(self.directory, blocks, counts)
         return StoredExamples(self.directory, self.kind)
 
-    def _work(self, number: int, tally: Tally, items: Iterable[Any], conversion: Any, records: Any) -> _Outcome:
+    def _work(self, tally: Tally, items: Iterable[Any], conversion: Any, records: Any, number: int) -> _Outcome:
         """Every `num_workers`-th block, from block `number` on. In a process of its own the tally is a copy."""
         writer = ShardWriter(self.directory, number, self.kind)
         marks: list[dict[str, int]] = []

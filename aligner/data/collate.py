@@ -53,8 +53,11 @@ class PreferencePair:
 
 def token_batch(sequences: Sequence[Sequence[int]], pad_id: int, *, extras: Sequence[Mapping[str, Tensor]] = ()) -> TokenBatch:
     """Tokens and lengths, with the `extras` of each row."""
-    width = _width(sequences)
-    return TokenBatch(tokens=_pad(sequences, pad_id, width, torch.int64), lengths=_lengths(sequences), extras=padded(extras, width))
+    if not sequences:
+        raise ValueError("a batch needs at least one row, got none")
+    lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
+    width = int(lengths.max())
+    return TokenBatch(tokens=_pad(sequences, pad_id, width, torch.int64), lengths=lengths, extras=padded(extras, width))
 
 
 def rollout_batch(rollouts: Sequence[Rollout], pad_id: int) -> RolloutBatch:
@@ -62,32 +65,25 @@ def rollout_batch(rollouts: Sequence[Rollout], pad_id: int) -> RolloutBatch:
     for rollout in rollouts:
         if not rollout.prompt.tokens:
             raise ValueError(f"the prompt of {rollout.prompt.source} has no token: position 0 would be a response token")
-    sequences = [rollout.tokens for rollout in rollouts]
-    width = _width(sequences)
+    batch = token_batch([rollout.tokens for rollout in rollouts], pad_id, extras=[rollout.all_extras for rollout in rollouts])
+    width = batch.tokens.shape[1]
     masks = [[False] * len(r.prompt.tokens) + list(r.written or [True] * len(r.response)) for r in rollouts]
     logprobs = [[0.0] * len(r.prompt.tokens) + list(r.logprobs) for r in rollouts]
-    return RolloutBatch(
-        tokens=_pad(sequences, pad_id, width, torch.int64),
-        lengths=_lengths(sequences),
+    return of_kind(
+        RolloutBatch,
+        batch,
         loss_mask=_pad(masks, False, width, torch.bool),
         rollout_logprobs=_pad(logprobs, 0.0, width, torch.float32),
         prompt_ids=torch.tensor([r.prompt.id for r in rollouts], dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason is FinishReason.length for r in rollouts], dtype=torch.bool),
-        extras=padded([r.all_extras for r in rollouts], width),
     )
 
 
 def supervised_batch(examples: Sequence[SupervisedExample], pad_id: int) -> LabeledBatch:
     """Supervised rows, padded; no labels. With the reference's log-probs if the rows have them: all, or none."""
-    width = _width([example.tokens for example in examples])
-    mask = _pad([example.loss_mask for example in examples], False, width, torch.bool)
-    return LabeledBatch(
-        tokens=_pad([example.tokens for example in examples], pad_id, width, torch.int64),
-        lengths=_lengths([example.tokens for example in examples]),
-        loss_mask=mask,
-        ref_logprobs=_stored_logprobs(examples, mask),
-        extras=padded([example.extras for example in examples], width),
-    )
+    batch = token_batch([example.tokens for example in examples], pad_id, extras=[example.extras for example in examples])
+    mask = _pad([example.loss_mask for example in examples], False, batch.tokens.shape[1], torch.bool)
+    return of_kind(LabeledBatch, batch, loss_mask=mask, ref_logprobs=_stored_logprobs(examples, mask))
 
 
 def preference_batch(pairs: Sequence[PreferencePair], pad_id: int) -> PreferenceBatch:
@@ -104,16 +100,6 @@ def _stored_logprobs(examples: Sequence[SupervisedExample], mask: Tensor) -> Ten
     if len(stored) < len(examples):
         raise ValueError(f"{len(stored)} of {len(examples)} rows have the reference's log-probs, expected all or none")
     return torch.zeros(mask.shape).masked_scatter_(mask, torch.cat(stored))
-
-
-def _width(sequences: Sequence[Sequence[int]]) -> int:
-    if not sequences:
-        raise ValueError("a batch needs at least one row, got none")
-    return max(map(len, sequences))
-
-
-def _lengths(sequences: Sequence[Sequence[object]]) -> Tensor:
-    return torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
 
 
 def _pad(rows: Sequence[Sequence[float]], fill: float, width: int, dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -367,9 +368,10 @@ class Framing:
         self._style = PromptStyle(apply_chat_template=False, add_bos=add_bos)
         examples, comparisons = constitution.examples, constitution.comparisons
         self._shown = "".join(f"{_written(framed(one.prompt), one)} {one.revision}" for one in examples)
-        self._shown_turns = _joined([(*_said((_user(one.prompt),), one), _assistant(one.revision)) for one in examples])
+        self._shown_turns = tuple(chain.from_iterable((*_said((_user(one.prompt),), one), _assistant(one.revision)) for one in examples))
         self._compared = "".join(f"{_question_of(one).text}\n\n{ANSWER} ({one.answer})\n\n" for one in comparisons)
-        self._compared_turns = _joined([(_user(_question_of(one).text), _assistant(f"{ANSWER} ({one.answer})")) for one in comparisons])
+        asked = ((_user(_question_of(one).text), _assistant(f"{ANSWER} ({one.answer})")) for one in comparisons)
+        self._compared_turns = tuple(chain.from_iterable(asked))
         self._options = [tokenizer.continuation(ANSWER, option) for option in OPTIONS]
 
     def turns(self, case: Case, turns: Turns) -> list[int]:
@@ -421,10 +423,6 @@ def _user(text: str) -> Message:
 
 def _assistant(text: str) -> Message:
     return Message(role="assistant", content=text)
-
-
-def _joined(parts: Sequence[Conversation]) -> Conversation:
-    return tuple(message for part in parts for message in part)
 
 
 def _written(said: str, turns: Turns | Example) -> str:

@@ -96,10 +96,15 @@ def everything(encoded: Encoded) -> Encoded:
 def last_span(encoded: Encoded) -> Encoded:
     """The same tokens with only the last run of trained ones in the mask."""
     stop = max(i for i, learnt in enumerate(encoded.loss_mask) if learnt) + 1
-    start = stop
-    while start and encoded.loss_mask[start - 1]:
-        start -= 1
+    start = response_start(encoded.loss_mask[:stop])
     return replace(encoded, loss_mask=masked(list(encoded.tokens), [(start, stop)]).loss_mask)
+
+
+def response_start(loss_mask: Sequence[bool]) -> int:
+    """Where the last run of trained tokens begins. Raises DataError if the row does not end with one."""
+    if not loss_mask[-1]:
+        raise DataError("ends with a turn that is not learnt, expected a response at the end")
+    return len(loss_mask) - list(reversed(loss_mask)).index(False)
 
 
 def with_begin(tokenizer: Tokenizer, tokens: list[int], style: PromptStyle) -> list[int]:

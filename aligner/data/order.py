@@ -44,7 +44,7 @@ class EpochSampler:
         if step < 0:
             raise ValueError(f"step is {step}, allowed: at least 0")
         start = step * self.batch_size
-        return [int(self._permutation(p // self.size)[p % self.size]) for p in range(start, start + self.batch_size)]
+        return [self._index(position) for position in range(start, start + self.batch_size)]
 
     def epoch(self, step: int) -> float:
         """How many epochs are over when `step` begins."""
@@ -64,6 +64,10 @@ class EpochSampler:
     def steps_of(self, epochs: float) -> int:
         """Steps that so many epochs take, at least 1; the last one may reach into the next epoch."""
         return max(1, math.ceil(Fraction(repr(float(epochs))) * self.size / self.batch_size))
+
+    def _index(self, position: int) -> int:
+        """The example at a position of the endless sequence."""
+        return int(self._permutation(position // self.size)[position % self.size])
 
     def _permutation(self, epoch: int) -> NDArray[np.uint32]:
         if not self.shuffle:
@@ -100,15 +104,6 @@ class MixtureSampler(EpochSampler):
         weights = mixture.weights
         self._phases = None if weights is None else _phases(weights, mixture.limits)
 
-    def indices(self, step: int) -> list[int]:
-        """As `EpochSampler.indices`. Raises ConfigError if the sources have nothing left."""
-        if self._phases is None:
-            return super().indices(step)
-        if step < 0:
-            raise ValueError(f"step is {step}, allowed: at least 0")
-        start = step * self.batch_size
-        return [self._index(position) for position in range(start, start + self.batch_size)]
-
     def shares(self, step: int) -> dict[str, float]:
         counts = np.bincount(self._offsets.searchsorted(self.indices(step - 1), side="right") - 1, minlength=len(self.mixture.sizes))
         found = {}
@@ -123,6 +118,9 @@ class MixtureSampler(EpochSampler):
             self._end(self._phases[-1].start)
 
     def _index(self, position: int) -> int:
+        """As that of `EpochSampler`. Raises ConfigError if the sources have nothing left."""
+        if self._phases is None:
+            return super()._index(position)
         number, nth = self._phase(position).at(position)
         size = self.mixture.sizes[number]
         epoch, place = divmod(nth, size)

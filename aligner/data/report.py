@@ -151,7 +151,6 @@ class Tally:
         self.truncated = 0
         self.was_cut = False
         self._location = location
-        self._policy = config.bad_lines
         self._config = config
         self._advice = Counter[str]()  # advice on records with other fields -> number of them
         self._named = {key: name for key in _NAMING if (name := getattr(config, key, ""))}
@@ -261,7 +260,7 @@ class Tally:
     def finish(self) -> LoadReport:
         """The report. Raises DataError with all bad records (20 listed) unless they may be skipped, and if nothing is left."""
         self._check_named()
-        if self._problems and self._policy == BadLines.fail:
+        if self._problems and self._config.bad_lines == BadLines.fail:
             raise DataError(
                 f"{len(self._problems)} of {self._records} records of {self._location} are bad "
                 "(data.bad_lines=skip leaves them out):\n" + "\n".join(f"  {line}" for line in self._listing())

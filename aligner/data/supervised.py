@@ -10,7 +10,7 @@ from itertools import chain, groupby
 
 from aligner.data.collate import PreferencePair, SupervisedExample
 from aligner.data.config import Learn
-from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_response, everything, last_span
+from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_response, everything, last_span, response_start
 from aligner.data.forms import Purpose
 from aligner.data.images import images_in
 from aligner.data.labelled import encode_labelled, is_labelled, parse_labelled
@@ -83,33 +83,16 @@ def _demonstration(raw: RawRecord, reader: Reader) -> Demonstration:
 load_demonstrations = loader(Demonstration, _demonstration, purpose=Purpose.supervised)
 
 
-def response_start(loss_mask: Sequence[bool]) -> int:
-    """Where the last run of trained tokens begins. Raises DataError if the row does not end with one."""
-    learnt = list(loss_mask)
-    if not learnt[-1]:
-        raise DataError("ends with a turn that is not learnt, expected a response at the end")
-    return len(learnt) - learnt[::-1].index(False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Lines:
-    """The raw record of a pair, and the second one where the file alternates `{text}` lines."""
-
-    first: RawRecord
-    second: RawRecord | None = None
-    alternating: bool = False
-
-    @property
-    def records(self) -> tuple[RawRecord, ...]:
-        return (self.first,) if self.second is None else (self.first, self.second)
+# The raw record of a pair; in a file that alternates `{text}` lines two of them, of which the last one may have no second.
+_Lines = tuple[RawRecord] | tuple[RawRecord, RawRecord | None]
 
 
 def _pair(lines: _Lines, reader: Reader) -> PreferencePair:
-    record = parse_text_pair(lines.first, lines.second) if lines.alternating else parse_preference(lines.first)
+    record = parse_text_pair(*lines) if len(lines) == 2 else parse_preference(lines[0])
     rows = []
     for response in (record.chosen, record.rejected):
         encoded = encode_response(reader.tokenizer.offering(record.tools), record.prompt, response, reader.style)
-        rows.append(row_of(encoded, reader, lines.first))
+        rows.append(row_of(encoded, reader, lines[0]))
     if rows[0].tokens == rows[1].tokens:
         raise DataError(f"chosen and rejected have the same {len(rows[0].tokens)} tokens, expected two different responses")
     return PreferencePair(chosen=rows[0], rejected=rows[1], margin=record.margin)
@@ -134,10 +117,14 @@ def _pair_lines(records: Iterable[RawRecord]) -> Iterator[_Lines]:
                 break
         lines = chain(head, group)
         if not is_text_line(head[0] if head[-1].error else head[-1]):
-            yield from (_Lines(first=raw) for raw in lines)
+            yield from zip(lines)
             continue
         for first in lines:
-            yield _Lines(first=first, second=next(lines, None), alternating=True)
+            yield first, next(lines, None)
 
 
-load_preferences = loader(PreferencePair, _pair, purpose=Purpose.preference, items=_pair_lines, records=lambda lines: lines.records)
+def _records(lines: _Lines) -> tuple[RawRecord, ...]:
+    return tuple(filter(None, lines))
+
+
+load_preferences = loader(PreferencePair, _pair, purpose=Purpose.preference, items=_pair_lines, records=_records)

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
 from aligner.data.order import order_of
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
 from aligner.protocols import Loss, Policy, Trainable
@@ -30,13 +30,7 @@ class BatchConfig:
     validation_batch_size: int = 64  # examples per forward batch of a validation
 
     def __post_init__(self) -> None:
-        check_batch_sizes(self.batch_size, self.validation_batch_size)
-
-
-def check_batch_sizes(batch_size: int, validation_batch_size: int) -> None:
-    """Raise ConfigError unless both are valid. For configs that cannot inherit `BatchConfig` (slots allow one base)."""
-    if batch_size < 1 or validation_batch_size < 1:
-        raise ConfigError(f"algorithm.batch_size={batch_size}, validation_batch_size={validation_batch_size}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("batch_size", "validation_batch_size"))
 
 
 class ReferenceLogprobs(str, Enum):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from aligner.losses.aggregation import checked_loss, masked, masked_sums, refuse_result, require
+from aligner.losses.aggregation import checked_loss, masked, masked_mean, masked_sums, refuse_result, require
 from aligner.telemetry.metrics import Max, Mean, Metric, merge
 from aligner.types import LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
 
@@ -228,7 +228,7 @@ def by_pair(x: Tensor, mask: Tensor, *, average: bool) -> tuple[Tensor, Tensor]:
 def pair_output(per_pair: Tensor, real: Tensor, loss: str, means: Mapping[str, Tensor], others: Mapping[str, Metric]) -> LossOutput:
     """Sum of `per_pair` [P] over the `real` pairs and their number. Metrics: its mean as `loss`, each of `means` [P], and `others`."""
     total, count = per_pair.masked_fill(~real, 0.0).sum(), real.sum()
-    metrics: dict[str, Metric] = {name: Mean(total=x.detach().masked_fill(~real, 0.0).sum(), count=count) for name, x in means.items()}
+    metrics: dict[str, Metric] = {name: masked_mean(x, real) for name, x in means.items()}
     return LossOutput(total=total, count=count, metrics={**metrics, loss: Mean(total=total.detach(), count=count), **others})
 
 
@@ -264,7 +264,7 @@ class UnpairedLoss(str, Enum):
 def mean_log_ratio(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, average_logprobs: bool = False) -> Mean:
     """The mean over rows with tokens of log pi - log pi_ref, float [B, S], summed (or averaged) over the mask; no gradient."""
     ratios = masked_sums(masked(logprobs.detach() - ref_logprobs, mask), mask, average=average_logprobs)
-    return _mean(ratios, mask.any(dim=1))
+    return masked_mean(ratios, mask.any(dim=1))
 
 
 def kl_baseline(ratios: Sequence[Mean]) -> float:
@@ -311,19 +311,15 @@ def kto_loss(
     weights = torch.where(good, desirable_weight, undesirable_weight).to(ratios.dtype)
     per_row = weights * torch.sigmoid(-beta * sign * (ratios - kl))
     metrics: dict[str, Metric] = {
-        "kto/accuracy": _mean(((ratios - kl) * sign > 0).to(ratios.dtype), real),
-        "kto/desirable_reward": _mean(beta * ratios, good),
-        "kto/undesirable_reward": _mean(beta * ratios, bad),
+        "kto/accuracy": masked_mean(((ratios - kl) * sign > 0).to(ratios.dtype), real),
+        "kto/desirable_reward": masked_mean(beta * ratios, good),
+        "kto/undesirable_reward": masked_mean(beta * ratios, bad),
         "kto/kl": Max(maximum=kl),  # the same in every micro-batch
     }
     if sft_coef:
         nll = -masked_sums(logprobs, mask, average=True)
         per_row = per_row + sft_coef * masked(nll, good)
-        metrics["kto/sft_loss"] = _mean(nll, good)
+        metrics["kto/sft_loss"] = masked_mean(nll, good)
     total, count = masked(per_row, real).sum(), real.sum()
     metrics["kto/loss"] = Mean(total=total.detach(), count=count)
     return LossOutput(total=total, count=count, metrics=metrics)
-
-
-def _mean(x: Tensor, rows: Tensor) -> Mean:
-    return Mean(total=masked(x.detach(), rows).sum(), count=rows.sum())

@@ -10,7 +10,7 @@ from aligner.losses.aggregation import masked, masked_mean, require
 from aligner.protocols import Loss, Trainable
 from aligner.telemetry.metrics import Mean, Metric, merge, values
 from aligner.types import EpisodeRows, LossOutput, PolicyBatch, TokenOutputs, ValueBatch
-from aligner.types.rows import num_rows, select_rows
+from aligner.types.rows import num_rows, take_rows
 
 
 def value_loss(outputs: TokenOutputs, batch: ValueBatch | PolicyBatch, *, clip: float | None) -> LossOutput:
@@ -57,7 +57,7 @@ def train_on_returns(
     for _ in range(num_epochs):
         for part in torch.arange(len(rows)).split(mini_batch_size):
             own = rows.rows_of(part)
-            parts.append(model.train_step(select_rows(batch, int(own[0]), int(own[-1]) + 1), loss))
+            parts.append(model.train_step(take_rows(batch, slice(int(own[0]), int(own[-1]) + 1)), loss))
     return values(merge(parts))
 
 

@@ -25,7 +25,7 @@ from aligner.online.collect import ScoredRollouts
 from aligner.protocols import Loss
 from aligner.run.recipe import named, resolve, text_of
 from aligner.types import EpisodeRows, PolicyBatch, Rollout, RolloutBatch, TurnMark
-from aligner.types.rows import num_rows, select_rows, take_rows
+from aligner.types.rows import num_rows, take_rows
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,7 +145,7 @@ def mini_batches(batch: PolicyBatch, size: int, num_epochs: int, *, key: str, ep
         for cut in [order[start : start + size] for start in range(0, len(order), size)]:
             as_it_is = episodes.are_single and not epoch
             rows = episodes.rows_of(torch.tensor(cut))
-            parts.append(select_rows(batch, cut[0], cut[-1] + 1) if as_it_is else take_rows(batch, rows))
+            parts.append(take_rows(batch, slice(cut[0], cut[-1] + 1) if as_it_is else rows))
     return [part for part in parts if part.loss_mask.any()]
 
 

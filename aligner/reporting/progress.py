@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
@@ -213,35 +214,35 @@ class View(MetricLogger, Protocol):
     def note(self, text: str) -> None: ...
 
 
+@dataclass(eq=False)
 class PlainView:
     """One line per step, flushed; columns keep the widest width they had, so that steps stay aligned.
 
     step   7/200  reward 0.531  kl 0.0123  1.2k tok/s  3.4 s (generate 1.9 s, train 1.2 s)  ETA 10m56s
     """
 
-    def __init__(self, columns: Sequence[formats.Column], pace: Pace, max_cell_chars: int, stream: TextIO) -> None:
-        self._columns = columns
-        self._pace = pace
-        self._max_cell_chars = max_cell_chars
-        self._stream = stream
-        self._widths: dict[str, int] = {}
+    columns: Sequence[formats.Column]
+    pace: Pace
+    max_cell_chars: int
+    stream: TextIO
+    _widths: dict[str, int] = field(default_factory=dict)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._pace.finish(step)
-        total = str(self._pace.total_steps)
+        self.pace.finish(step)
+        total = str(self.pace.total_steps)
         parts = [f"step {step:>{len(total)}}/{total}", *self._figures(metrics)]
-        parts.append(self._padded("step", formats.seconds(self._pace.last_seconds(metrics))))
+        parts.append(self._padded("step", formats.seconds(self.pace.last_seconds(metrics))))
         times = phases(metrics)
         longest = sorted(times, key=lambda name: -times[name])[:_MAX_PHASES]
         if longest:
             shown = [f"{name} {self._padded('time/' + name, formats.seconds(times[name]))}" for name in times if name in longest]
             parts.append(f"({', '.join(shown)})")
-        self.note("  ".join([*parts, self._pace.eta()]).rstrip())
+        self.note("  ".join([*parts, self.pace.eta()]).rstrip())
 
     def _figures(self, metrics: Mapping[str, float]) -> list[str]:
         """The columns of this step; blanks for those that only other steps have (validation)."""
         figures = []
-        for column in self._columns:
+        for column in self.columns:
             label = f"{column.label} " if column.label else ""
             if column.metric in metrics:
                 figures.append(label + self._padded(column.metric, column.text(metrics[column.metric])))
@@ -254,10 +255,10 @@ class PlainView:
         return text.rjust(self._widths[key])
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
-        self.note(plain_table(step, rows, self._max_cell_chars))
+        self.note(plain_table(step, rows, self.max_cell_chars))
 
     def note(self, text: str) -> None:
-        print(clean(text), file=self._stream, flush=True)
+        print(clean(text), file=self.stream, flush=True)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -27,7 +27,7 @@ from aligner.servers.ledger import Journal
 from aligner.servers.link import Patience, Recovery, Server, ServiceLink, WorkerThreads, combine
 from aligner.servers.registry import Registration, current_attempt
 from aligner.types import Rollout, Scores, TokenBatch, ValueBatch
-from aligner.types.rows import num_rows, select_rows
+from aligner.types.rows import num_rows, take_rows
 
 CLOSE_SECONDS = 5.0
 WATCH_SECONDS = 1.0
@@ -207,7 +207,7 @@ class CriticClient(CriticHistory):
     def values(self, batch: TokenBatch) -> Future[Tensor]:
         """Values float32 [B, S], asked for in pieces of `rows_per_request` rows."""
         rows, piece = num_rows(batch), self._config.rows_per_request
-        parts = [select_rows(batch, start, min(start + piece, rows)) for start in range(0, rows, piece)]
+        parts = [take_rows(batch, slice(start, min(start + piece, rows))) for start in range(0, rows, piece)]
         return combine(
             [self._threads["infer"].submit(lambda part=part: torch.from_numpy(self.ask_values(part))) for part in parts], torch.cat
         )

@@ -46,7 +46,7 @@ class Curves:
 
     async def refresh(self) -> None:
         """Draw what has changed."""
-        state = (self._group, *self._how.values(), *(self._length(run) for run in self._runs))
+        state = (self._group, *self._how.values(), *((len(run.steps), run.last and run.last.time) for run in self._runs))
         if state == self._drawn:
             return
         self._drawn = state
@@ -72,10 +72,6 @@ class Curves:
             wanted = [metric for metric, group in self._of.items() if group == self._group]
             runs = {run.name: [_only(record, wanted) for record in run.steps] for run in self._runs if run.steps}
         return panels(runs, **self._how, marks=self.marks) if runs else []
-
-    @staticmethod
-    def _length(run: Run) -> tuple[int, float]:
-        return len(run.steps), run.last.time if run.last else 0.0
 
     def _offer(self, groups: list[str]) -> None:
         self._groups = groups

@@ -4,7 +4,7 @@ compacted contexts), which share one reward and one place in a group."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -162,6 +162,10 @@ class SamplingConfig:
     def longest(self) -> int:
         """Tokens that a response may have in a context that is long enough."""
         return self.max_response_length or USUAL_RESPONSE_LENGTH
+
+    def stopping_at(self, *strings: str) -> SamplingConfig:
+        """With these stop strings too."""
+        return replace(self, stop_strings=[*self.stop_strings, *(one for one in strings if one not in self.stop_strings)])
 
     def reshaping(self) -> list[str]:
         """The settings, as `name=value`, by which tokens are drawn from another distribution than that of their log-probs."""

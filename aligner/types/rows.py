@@ -17,22 +17,13 @@ def num_rows(batch: Batch) -> int:
     return batch.tokens.shape[0]
 
 
-def select_rows(batch: BatchT, start: int, stop: int) -> BatchT:
-    """Rows `start` to `stop` of every tensor; fields of one entry per pair are sliced by pair."""
-    rows = num_rows(batch)
-
-    def part(name: str, tensor: Tensor) -> Tensor:
-        per = rows // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
-        return tensor[start // per : stop // per]
-
-    return _mapped(batch, part, lambda extra: extra.take(slice(start, stop)))
-
-
-def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
-    """The rows with these numbers (int64), in this order; where fields have one entry per pair, `rows` names whole pairs."""
+def take_rows(batch: BatchT, rows: Tensor | slice) -> BatchT:
+    """The rows from one number to another, or those with these numbers (int64), in this order; of pairs whole ones."""
 
     def part(name: str, tensor: Tensor) -> Tensor:
         per = num_rows(batch) // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
+        if isinstance(rows, slice):
+            return tensor[rows.start // per : rows.stop // per]
         return tensor[rows if per == 1 else rows[::per] // per]
 
     return _mapped(batch, part, lambda extra: extra.take(rows))

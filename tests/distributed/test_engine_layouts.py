@@ -42,7 +42,7 @@ from aligner.rollout.engine.work import Queue, SharedWork, divide
 from aligner.telemetry.metrics import Distribution, Max, Mean, Min, Sum
 from aligner.telemetry.metrics import values as values_of
 from aligner.types import LabeledBatch, LossOutput, SamplingConfig, Scores
-from aligner.types.rows import select_rows
+from aligner.types.rows import take_rows
 
 
 def check_collectives() -> None:
@@ -249,7 +249,7 @@ def batch_invariant(directory: Path, topology, inputs: dict) -> dict:
 def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Path) -> dict:
     """Fewer rows than replicas; errors that only one rank can see reach both."""
     policy = make_policy(directory, topology, parallel)
-    one = select_rows(inputs["batch"], 0, 1)
+    one = take_rows(inputs["batch"], slice(0, 1))
     result = {"logprobs": policy.logprobs(inputs["batch"]), "one": policy.logprobs(one), "collected": collect(policy, inputs)}
     result["small"] = raised(ConfigError, lambda: policy.train_step(one, sft_loss))
 

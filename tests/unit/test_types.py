@@ -19,7 +19,7 @@ from aligner.types import (
     TokenBatch,
     ValueBatch,
 )
-from aligner.types.rows import num_rows, select_rows, to_device, trim_columns
+from aligner.types.rows import num_rows, take_rows, to_device, trim_columns
 
 B, S = 4, 5
 
@@ -82,27 +82,27 @@ def test_an_odd_number_of_preference_rows():
 @pytest.mark.parametrize("kind", KINDS)
 def test_select_rows(kind):
     batch = kind(**fields_of(kind))
-    part = select_rows(batch, 2, 4)
+    part = take_rows(batch, slice(2, 4))
     assert type(part) is kind and num_rows(part) == 2
     assert part.tokens.tolist() == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]] and part.lengths.tolist() == [4, 2]
     for name in ("old_logprobs", "advantages", "old_values", "returns", "rollout_logprobs", "labels"):
         if name in fields_of(kind):
             assert torch.equal(getattr(part, name), fields_of(kind)[name][2:4])
-    assert num_rows(select_rows(batch, 2, 100)) == 2  # the last micro-batch may be short
+    assert num_rows(take_rows(batch, slice(2, 100))) == 2  # the last micro-batch may be short
 
 
 def test_select_rows_takes_one_margin_per_pair():
     batch = PreferenceBatch(**fields_of(PreferenceBatch))
-    assert select_rows(batch, 0, 2).margins.tolist() == [0.25]
-    assert select_rows(batch, 2, 4).margins.tolist() == [0.75]
+    assert take_rows(batch, slice(0, 2)).margins.tolist() == [0.25]
+    assert take_rows(batch, slice(2, 4)).margins.tolist() == [0.75]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_select_no_rows(kind):
     batch = kind(**fields_of(kind))
-    empty = select_rows(batch, 2, 2)
+    empty = take_rows(batch, slice(2, 2))
     assert num_rows(empty) == 0
-    assert num_rows(select_rows(empty, 0, 3)) == 0
+    assert num_rows(take_rows(empty, slice(0, 3))) == 0
 
 
 def test_trim_and_pad_columns():

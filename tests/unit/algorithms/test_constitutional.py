@@ -281,7 +281,7 @@ def test_odds_over_orders_and_questions() -> None:
 def test_bad_settings() -> None:
     for settings, text in (
         ({"num_chains": 0}, "algorithm.num_chains=0: must be at least 1"),
-        ({"min_probability": 0.4}, "algorithm.min_probability=0.4: must be from 0.5 to 1.0"),
+        ({"min_probability": 0.4}, "algorithm.min_probability=0.4: must be from 0.5 to 1"),
         ({"num_revisions": 0}, "algorithm.num_revisions=0: with algorithm.pairs=revised there is nothing"),
         ({"pairs": Pairs.given}, "algorithm.pairs=given: nothing is sampled; allowed: num_revisions=0"),
     ):

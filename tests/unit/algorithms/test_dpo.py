@@ -110,7 +110,7 @@ def test_the_references_log_probs_of_validation_pairs_are_computed_once(fakes) -
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"batch_size": 0}, "algorithm.batch_size=0, validation_batch_size=64: must be at least 1"),
+        ({"batch_size": 0}, "algorithm.batch_size=0: must be at least 1"),
         ({"beta": 0.0}, "algorithm.beta=0.0: must be above 0"),
         ({"label_smoothing": 0.5}, "algorithm.label_smoothing=0.5: must be at least 0 and below 0.5"),
         (

@@ -174,11 +174,8 @@ def test_the_balance_of_the_two_kinds() -> None:
         ({"beta": 0.0}, "algorithm.beta=0.0: must be above 0"),
         ({"desirable_weight": -1.0}, "algorithm.desirable_weight=-1.0: must not be negative"),
         ({"sft_coef": -1.0}, "algorithm.sft_coef=-1.0: must not be negative"),
-        (
-            {"batch_size": 1},
-            "algorithm.batch_size=1, validation_batch_size=64: "
-            "must be at least 2 (each prompt is paired with the response to another) and 1",
-        ),
+        ({"batch_size": 1}, "algorithm.batch_size=1: must be at least 2: each prompt is paired with another's response"),
+        ({"validation_batch_size": 0}, "algorithm.validation_batch_size=0: must be at least 1"),
     ],
 )
 def test_bad_settings(settings: dict, text: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from aligner.algorithms.process_reward_model import ProcessRewardModelConfig, ProcessRewardModelTraining, process_loss
-from aligner.algorithms.regression_reward_model import RegressionConfig, RegressionTraining, correlation, reports
+from aligner.algorithms.regression_reward_model import RegressionConfig, RegressionTraining, TrainRegressionRewardModel, correlation
 from aligner.algorithms.reward_model import RewardModelConfig
 from aligner.data.collate import SupervisedExample
 from aligner.data.judged import LabelledExample, SteppedExample, labelled_batch, step_batch
@@ -106,7 +107,8 @@ def test_a_regression_learns_and_its_validation_is_that_of_its_scores(make_model
     for step in range(1, 26):
         metrics = algorithm.step(step, Clock()).metrics
     after = algorithm.validate()
-    assert set(after) == set(reports(NAMES)) and {"reward/mse_good", "reward/mse_long"} <= set(metrics)
+    reported = TrainRegressionRewardModel.reports(SimpleNamespace(data=SimpleNamespace(attributes=NAMES)))
+    assert set(after) == set(reported) and {"reward/mse_good", "reward/mse_long"} <= set(metrics)
     assert after["validation/mse"] < 0.2 * before["validation/mse"]
     scores = reward.scores(labelled_batch(examples, 0))
     labels = labelled_batch(examples, 0).labels

@@ -239,7 +239,7 @@ def test_bad_settings() -> None:
         ({"group_size": 1}, "algorithm.group_size=1: must be at least 2"),
         ({"num_judgements": 0}, "algorithm.num_judgements=0: must be at least 1"),
         ({"batch_size": 0}, "algorithm.batch_size=0: must be at least 1"),
-        ({"min_gap": -1}, "algorithm.min_gap=-1: must be at least 0"),
+        ({"min_gap": -1}, "algorithm.min_gap=-1: must not be negative"),
         ({"length_control": 0.5}, "algorithm.length_control=0.5: must be at least 0 and below 0.5"),
         ({"loss": DPOVariant.simpo}, "algorithm.loss=simpo: needs one with a reference"),
         ({"lowest_score": 5.0}, "algorithm.lowest_score=5.0: must be below highest_score=5.0"),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from aligner.algorithms.spin import SPIN, Answer, SPINConfig, pairs_of
-from aligner.data.supervised import Demonstration, response_start
+from aligner.data.encoding import response_start
+from aligner.data.supervised import Demonstration
 from aligner.errors import CheckpointError, ConfigError, DataError
 from aligner.loop.loop import Clock
 from aligner.losses.preference import DPOVariant

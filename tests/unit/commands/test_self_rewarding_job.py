@@ -36,8 +36,8 @@ def template(tmp_path: Path) -> str:
 
 def asked(config: TrainSelfRewarding, tokenizer: Tokenizer, *, context: int = 1000) -> list[str]:
     prompts, _ = load_prompts(config.data.train, config.data, tokenizer)
-    asking = ask_about(config, prompts, (), tokenizer=tokenizer, context=context)
-    return [asking.read(asking.ask(prompt, tokenizer.encode("42") + [tokenizer.eos_id])) for prompt in prompts]
+    _, ask = ask_about(config, prompts, (), tokenizer=tokenizer, context=context)
+    return [tokenizer.decode(ask(prompt, tokenizer.encode("42") + [tokenizer.eos_id])) for prompt in prompts]
 
 
 def test_what_the_judge_is_asked(task: Path, template: str, tmp_path: Path) -> None:

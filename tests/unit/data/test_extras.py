@@ -18,7 +18,7 @@ from aligner.data.supervised import answered, load_supervised
 from aligner.errors import DataError
 from aligner.types import FinishReason, LogprobKind, Prompt, Rollout, Routes, RowTensor, SamplingConfig, ValueBatch
 from aligner.types.extras import KINDS, continued, from_json, to_json
-from aligner.types.rows import select_rows, take_rows, to_device, trim_columns
+from aligner.types.rows import take_rows, to_device, trim_columns
 
 TONES = [(1.0, -2.0), (0.5, 3.0), (0.25, 0.125)]
 
@@ -90,7 +90,7 @@ def test_padding_selection_and_trimming() -> None:
     assert whole.extras["doubt"].data.tolist() == [[0, 1, 2, -1, -1], [10, 11, 12, 13, 14], [20, 21, 22, 23, -1]]
     taken = take_rows(whole, torch.tensor([2, 0]))
     assert taken.extras["doubt"].data[:, 0].tolist() == [20, 0] and taken.extras["tone"].data.tolist() == [list(TONES[2]), list(TONES[0])]
-    assert select_rows(whole, 1, 2).extras["doubt"].data.tolist() == [[10, 11, 12, 13, 14]]
+    assert take_rows(whole, slice(1, 2)).extras["doubt"].data.tolist() == [[10, 11, 12, 13, 14]]
     assert trim_columns(whole, 3).extras["doubt"].data.tolist() == [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
     wide = trim_columns(whole, 6).extras
     assert wide["doubt"].data[0].tolist() == [0, 1, 2, -1, -1, -1] and wide["tone"].data.shape == (3, 2)

@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+@pytest.fixture(scope="module")
+def loaded(folders) -> Callable[[str], tuple[Tokenizer, Vision]]:
+    """Of each kind of model its tokenizer and its processor, loaded once."""
+
+    @cache
+    def load(name: str) -> tuple[Tokenizer, Vision]:
+        vision = Vision.of([None, folders(name)], None)
+        assert vision is not None and vision.failure is None
+        return load_tokenizer(folders(name)), vision
+
+    return load
+
+
 @pytest.fixture
-def seeing(folders, tmp_path) -> Callable[..., Tokenizer]:
+def seeing(loaded, tmp_path) -> Callable[..., Tokenizer]:
     def make(name: str = "qwen2_5_vl", store: str = "store") -> Tokenizer:
-        return load_tokenizer(folders(name)).seeing(Vision.of([None, folders(name)], tmp_path / store))
+        tokenizer, vision = loaded(name)
+        return tokenizer.seeing(vision.storing(tmp_path / store))
 
     return make
 

@@ -19,7 +19,7 @@ from aligner.losses.value import value_loss
 from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, StepBatch, TokenOutputs, ValueBatch
 from aligner.types.batches import tensors_of
-from aligner.types.rows import select_rows
+from aligner.types.rows import take_rows
 
 B, S, K = 6, 7, 3
 PPO = partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.3, aggregation_constant=5, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)
@@ -130,7 +130,7 @@ def test_any_split_into_micro_batches_gives_the_same_sums(name, cuts):
     whole.total.backward()
     parts, split = [], {key: x.detach().clone().requires_grad_() for key, x in outputs.items()}
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        parts.append(loss(TokenOutputs(**{key: x[start:stop] for key, x in split.items()}), select_rows(batch, start, stop)))
+        parts.append(loss(TokenOutputs(**{key: x[start:stop] for key, x in split.items()}), take_rows(batch, slice(start, stop))))
         parts[-1].total.backward()
     assert sum(part.count for part in parts).item() == whole.count.item() > 0
     torch.testing.assert_close(sum(part.total for part in parts), whole.total)

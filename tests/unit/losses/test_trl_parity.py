@@ -16,7 +16,7 @@ from aligner.losses.correction import Correction, CorrectionConfig, Level
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.policy import Objective, policy_loss
 from aligner.types import PolicyBatch, TokenOutputs
-from aligner.types.rows import select_rows
+from aligner.types.rows import take_rows
 
 trl = pytest.importorskip("trl", reason="parity with TRL needs trl 1.16, which the `dev` extra installs on Python 3.11 and later")
 
@@ -151,7 +151,7 @@ def ours(advantages, new=NEW, parts=1, **options):
         rows = slice(start, start + ROWS // parts)
         outputs = TokenOutputs(logprobs=on_prompt(logprobs)[rows], entropy=on_prompt(ENTROPY)[rows])
         settings = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "aggregation": Aggregation.sequence_mean} | options
-        result = policy_loss(outputs, select_rows(whole, rows.start, rows.stop), **settings)
+        result = policy_loss(outputs, take_rows(whole, rows), **settings)
         total, count = total + result.total, count + result.count
     (total / count).backward()
     return (total / count).item(), logprobs.grad

@@ -7,7 +7,7 @@ from aligner.losses.sft import sft_loss
 from aligner.losses.value import explained_variance, value_loss
 from aligner.telemetry.metrics import merge, values
 from aligner.types import LabeledBatch, PreferenceBatch, TokenOutputs, ValueBatch
-from aligner.types.rows import select_rows
+from aligner.types.rows import take_rows
 
 # v_old 1 everywhere, clip 0.2:   v    1.1   1.5   0.4   1.5
 #                                 G    2     1     1     2
@@ -56,14 +56,15 @@ def test_values_are_clipped_around_the_old_values():
 
 def test_explained_variance_is_exact_over_micro_batches():
     # errors 0.9 -0.5 0.6 0.5: variance 0.4175 - 0.375^2 = 0.276875; returns 2 1 1 2: variance 0.25
-    parts = [value_loss(TokenOutputs(values=VALUES[i : i + 1]), select_rows(VALUE_BATCH, i, i + 1), clip=0.2).metrics for i in range(2)]
+    rows = [slice(i, i + 1) for i in range(2)]
+    parts = [value_loss(TokenOutputs(values=VALUES[row]), take_rows(VALUE_BATCH, row), clip=0.2).metrics for row in rows]
     assert explained_variance(values(merge(parts))) == pytest.approx(1 - 0.276875 / 0.25, abs=1e-6)
 
 
 def test_explained_variance_of_perfect_values_and_of_equal_returns():
     perfect = value_loss(TokenOutputs(values=VALUE_BATCH.returns), VALUE_BATCH, clip=None).metrics
     assert explained_variance(values(perfect)) == pytest.approx(1.0)
-    row = select_rows(VALUE_BATCH, 0, 1)
+    row = take_rows(VALUE_BATCH, slice(0, 1))
     flat = ValueBatch(
         tokens=row.tokens, lengths=row.lengths, loss_mask=row.loss_mask, old_values=row.old_values, returns=row.old_values * 0.3
     )
