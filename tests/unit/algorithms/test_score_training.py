@@ -100,7 +100,7 @@ def test_mean_pooling_is_the_mean_of_the_scores_of_all_tokens(make_model):
 
 def test_a_regression_learns_and_its_validation_is_that_of_its_scores(make_model):
     examples = labelled(24)
-    reward = model(make_model)
+    reward = model(make_model, micro_batch_size=24)
     config = RegressionConfig(batch_size=24, validation_batch_size=7)
     algorithm = RegressionTraining(config, reward, attributes=NAMES, train=examples, validation=examples, pad_id=0, seed=1)
     before = algorithm.validate()
@@ -153,7 +153,7 @@ def test_steps_are_scored_where_they_end_whatever_the_batch(make_model):
 
 def test_a_process_reward_model_learns(make_model):
     examples = stepped(16)
-    prm = model(make_model, Pooling.tokens, ("step",))
+    prm = model(make_model, Pooling.tokens, ("step",), micro_batch_size=16)
     config = ProcessRewardModelConfig(batch_size=16, validation_batch_size=5)
     algorithm = ProcessRewardModelTraining(config, prm, train=examples, validation=examples, pad_id=0, seed=1)
     for step in range(1, 26):
