@@ -37,23 +37,10 @@ from aligner.cluster.outcomes import TOO_EARLY, ExitCode
 from aligner.cluster.run_directory import RunDirectory, ServiceWatch
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.errors import ConfigError, LaunchError, describe_os_error
+from aligner.servers.processes import recorded_signals
 from aligner.settings.user_code import was_calling
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@contextmanager
-def recorded_signals() -> Iterator[list[int]]:
-    """Meanwhile SIGINT, SIGTERM and SIGHUP are added to the list instead of ending the process; nothing outside the main thread."""
-    received: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    taken = [number for number in _STOP if is_main and signal.getsignal(number) is not signal.SIG_IGN]  # nohup: stays ignored
-    previous = {number: signal.signal(number, lambda got, frame: received.append(got)) for number in taken}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -119,7 +106,9 @@ def launch(
         raise LaunchError(f"the local launcher needs Linux (/proc, parent-death signals); this is {sys.platform}")
     check_components(components, expect_services)
     config = config or LocalLauncherConfig()
-    with exclusive(run_directory), recorded_signals() as signals, hold(run_directory, config.lease_seconds) as lease:
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number in _STOP if is_main and signal.getsignal(number) is not signal.SIG_IGN]  # nohup: stays ignored
+    with exclusive(run_directory), recorded_signals(taken) as signals, hold(run_directory, config.lease_seconds) as lease:
         services = ServiceWatch(run_directory, [c.name for c in components], expect_services, config.ready_timeout_seconds)
         with (
             Console(components, run_directory, stream or sys.stdout) as console,

@@ -26,6 +26,7 @@ from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.progress import Progress
 from aligner.run.settings import LoopConfig
+from aligner.servers.processes import recorded_signals
 from aligner.types import SampleRow
 
 VARIABLE = "ALIGNER_END_TIME"  # Unix time, set by whoever knows it (the conductor of a Slurm job)
@@ -235,7 +236,7 @@ def run(
     if finished:
         reporter.note(f"resumed after step {finished}")
     saved, version = finished, checkpointer.version()
-    with _stop_requests() as stop:  # until everything is saved: a second signal must not end the process while it writes
+    with recorded_signals(STOP_SIGNALS) as stop:  # until everything is saved: a second signal must not end the process while it writes
         try:
             if config.validate_first and not finished:
                 with progress.phase("validate"):
@@ -362,18 +363,6 @@ def _save(
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """A list that holds the number of a stop signal once one has come."""
-    received: list[int] = []
-    previous = {number: signal.signal(number, lambda got, frame: received.append(got)) for number in STOP_SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _stop_reason(stop: list[int], budget: TimeBudget) -> str:

@@ -7,15 +7,12 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from importlib.util import find_spec
 
-from aligner.errors import ConfigError
+from aligner.errors import ABOVE_0, ConfigError, check_range
 
 
 def _check_above_0(config: ServerConfig | ClientConfig, *, but: Sequence[str] = ()) -> None:
     """Raise ConfigError for the first number that is not above zero, except those that other rules are for."""
-    for one in fields(config):
-        value = getattr(config, one.name)
-        if isinstance(value, (int, float)) and one.name not in but and not value > 0:
-            raise ConfigError(f"{one.name}={value}: must be above 0")
+    check_range(config, "", ABOVE_0, *(one.name for one in fields(config) if not isinstance(one.default, str) and one.name not in but))
 
 
 class Transport(str, Enum):

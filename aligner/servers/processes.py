@@ -1,4 +1,5 @@
-"""This machine's processes, from /proc; and, run as a script in a separate session, the watchdog that removes a server's leftovers.
+"""This machine's processes, from /proc; signals that end this one in order; and, run as a script in a separate session, the watchdog that
+removes a server's leftovers.
 
 Linux and standard library only. The watchdog's standard input is a pipe that only the server holds. When the server closes it or dies,
 SIGKILL included, the watchdog kills every process with the server's environment marker (tritonserver and its Python stubs), and removes its
@@ -16,7 +17,20 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def recorded_signals(numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Meanwhile these signals are added to the list, which the caller looks at, instead of ending the process. From the main thread."""
+    received: list[int] = []
+    previous = {number: signal.signal(number, lambda got, frame: received.append(got)) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def node_identity() -> str:

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +40,7 @@ from aligner.servers.health import Health, Pulse, Purpose, Supervisor
 from aligner.servers.intake import Answer, Intake, Operation, Straight, ThroughTriton
 from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Refused
+from aligner.servers.processes import recorded_signals
 from aligner.servers.registry import Publication, make_registration
 from aligner.servers.turns import LINGER_SECONDS, Residence
 from aligner.servers.wire import Endpoint, Payload
@@ -138,7 +139,7 @@ def serve(service: Service) -> None:
     """
     service.progress.enter_phase(IDLE)
     control = ControlGroup(service.config.control_timeout_seconds)
-    with _stop_signals() as stop:
+    with recorded_signals((signal.SIGTERM, signal.SIGINT)) as stop:
         try:
             if control.rank == 0:
                 _lead(service, control, stop)
@@ -149,25 +150,7 @@ def serve(service: Service) -> None:
     control.close()
 
 
-@dataclass
-class _Stop:
-    requested: bool = False
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    """SIGTERM and SIGINT set a flag; the loop looks at it between operations."""
-    stop, numbers = _Stop(), (signal.SIGTERM, signal.SIGINT)
-
-    def request(*_: object) -> None:
-        stop.requested = True
-
-    previous = {number: signal.signal(number, request) for number in numbers}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+_Stop = list[int]  # the signals that asked for the end: the loop looks at them between operations
 
 
 class _OperationFailed(ServerError):
@@ -186,7 +169,7 @@ def _lead(service: Service, control: ControlGroup, stop: _Stop) -> None:
         supervisor = Supervisor(
             # A signal to the whole process group ends Triton too: then its death is part of the stop.
             [
-                lambda: None if stop.requested or frontend is None else frontend.failure(),
+                lambda: None if stop or frontend is None else frontend.failure(),
                 gateway.failure,
                 publication.failure,
                 control.announced_failure,
@@ -195,7 +178,7 @@ def _lead(service: Service, control: ControlGroup, stop: _Stop) -> None:
             last_words=lambda message: _give_up(intake, publication, message),
         )
         cleanup.callback(supervisor.close)
-        health.failure = lambda: "it is ending (signal)" if stop.requested else supervisor.failure()
+        health.failure = lambda: "it is ending (signal)" if stop else supervisor.failure()
         try:
             _lead_loop(service, control, intake, supervisor, stop, health.pulse)
         except _OperationFailed as error:
@@ -261,7 +244,7 @@ def _start_frontend(service: Service, incarnation: str, intake: Intake, stop: _S
         frontend = Frontend(service.config, incarnation, log, service.endpoints, intake.submit)
         cleanup.callback(frontend.stop)
         try:
-            frontend.start(lambda: stop.requested)
+            frontend.start(lambda: bool(stop))
             break
         except TritonDied as error:
             if not may_die:
@@ -277,17 +260,17 @@ def _lead_loop(service: Service, control: ControlGroup, intake: Intake, supervis
     while True:
         lingers = residence.takes_turns and residence.is_here
         ticket, kept = kept, None
-        if ticket is None and not stop.requested:
+        if ticket is None and not stop:
             ticket = intake.take(LINGER_SECONDS if lingers else service.config.idle_seconds)
         if supervisor.failure() is not None:
             raise ServerError(supervisor.failure())
         if ticket is not None and ticket.operation.computes and not residence.try_take(service.config.idle_seconds):
-            ticket, kept = None, None if stop.requested else ticket
+            ticket, kept = None, None if stop else ticket
         if ticket is None:
-            if service.purpose and not stop.requested and (reason := service.purpose.over(pulse.read()[1])):
+            if service.purpose and not stop and (reason := service.purpose.over(pulse.read()[1])):
                 print(f"server: {service.name} ends: {reason}", flush=True)
-                stop.requested = True
-            command = Command(stop=stop.requested, here=not residence.takes_turns)
+                stop.append(signal.SIGTERM)
+            command = Command(stop=bool(stop), here=not residence.takes_turns)
         else:
             here = ticket.operation.computes or residence.is_here
             command = Command(operation=ticket.operation.endpoint.name, payload=ticket.payload, here=here)
@@ -324,12 +307,12 @@ def _take_part(service: Service, control: ControlGroup, command: Command, stop: 
     """Run a command together with all ranks; the encoded answer, or a refusal, on rank 0. Raises _OperationFailed on all ranks."""
     with service.progress.phase(command.operation or IDLE):
         answer, error = _run(service, command, control)
-    reports = control.gather(Report(error=error, stop_requested=stop.requested))
+    reports = control.gather(Report(error=error, stop_requested=bool(stop)))
     for report in reports:
         if report.error is not None:
             raise _OperationFailed(report.error)
     if any(report.stop_requested for report in reports):  # a signal that has come since then stays for the next report
-        stop.requested = True
+        stop.append(signal.SIGTERM)
     return answer
 
 

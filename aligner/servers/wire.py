@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -274,31 +274,21 @@ def decode_reward(arrays: Arrays, limits: RequestLimits) -> RewardRequest:
 # ---- replies -------------------------------------------------------------------------------------------------------------------------
 
 
-def _shaped(name: str, tensor: Tensor, rows: int) -> np.ndarray:
-    """A result as float32 [rows, *]; raises ValueError for another shape."""
-    if tensor.dim() != 2 or tensor.shape[0] != rows:
-        raise ValueError(f"{name}: the handler returned shape {list(tensor.shape)} for {rows} rows")
-    return tensor.detach().to(device="cpu", dtype=torch.float32).numpy()
-
-
-def _checked(name: str, tensor: Tensor, rows: int) -> np.ndarray:
-    """As `_shaped`; raises ValueError for a number that is not finite too."""
-    array = _shaped(name, tensor, rows)
-    if not np.isfinite(array).all():
-        raise ValueError(f"{name}: {int((~np.isfinite(array)).sum())} of {array.size} results are NaN or infinite")
-    return array
-
-
 def encode_values(request: ValuesRequest, values: Tensor) -> dict[str, np.ndarray]:
     tokens = request.batch.tokens
     if values.shape != tokens.shape:
         raise ValueError(f"values: the handler returned shape {list(values.shape)} for tokens {list(tokens.shape)}")
-    return {"values": _checked("values", values, tokens.shape[0])}
+    array = values.detach().float().cpu().numpy()
+    if not np.isfinite(array).all():
+        raise ValueError(f"values: {int((~np.isfinite(array)).sum())} of {array.size} results are NaN or infinite")
+    return {"values": array}
 
 
 def encode_scores(request: RewardRequest, scores: Tensor) -> dict[str, np.ndarray]:
     """Scores that are not finite are sent too: the client decides the consequence (`guard.reward`)."""
-    return {"rewards": _shaped("rewards", scores, request.num_rows)}
+    if scores.dim() != 2 or scores.shape[0] != request.num_rows:
+        raise ValueError(f"rewards: the handler returned shape {list(scores.shape)} for {request.num_rows} rows")
+    return {"rewards": scores.detach().float().cpu().numpy()}
 
 
 _TOKENS = (
@@ -352,8 +342,7 @@ CRITIC_STATUS = Endpoint(
 REWARD_MODEL = Endpoint(
     name="reward_model",
     tensors=(
-        TensorSpec(name="tokens", dtype="int64", shape=("B", "S"), optional=True),
-        TensorSpec(name="sequence_lengths", dtype="int64", shape=("B", 1), optional=True),
+        *(replace(spec, optional=True) for spec in _TOKENS),
         *(TensorSpec(name=name, dtype="bytes", shape=("B", 1), optional=True) for name in ("sentences", "prompts", "responses", "answers")),
     ),
     outputs=(TensorSpec(name="rewards", dtype="float32", shape=("B", "K")),),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -121,7 +122,7 @@ def test_a_request_waits_for_the_devices_and_the_server_lives_on(tmp_path: Path)
         "critic_infer": Operation(endpoint=wire.CRITIC_INFER, handler=lambda _: torch.zeros(1, 2)),
         "critic_status": Operation(endpoint=wire.CRITIC_STATUS, handler=lambda _: Ledger("r").status(), computes=False),
     }
-    intake, stop = Intake(operations, RequestLimits(vocab_size=9, max_sequence_length=9)), SimpleNamespace(requested=False)
+    intake, stop = Intake(operations, RequestLimits(vocab_size=9, max_sequence_length=9)), list[int]()
     config = SimpleNamespace(idle_seconds=0.05)
     parts = {"residence": residence, "progress": Progress(), "config": config}
     service = SimpleNamespace(operations=[*operations.values()], name="critic", purpose=None, **parts)
@@ -144,7 +145,7 @@ def test_a_request_waits_for_the_devices_and_the_server_lives_on(tmp_path: Path)
         assert model.moves == ["leaves", "comes", "leaves"]
         waiting = intake.submit(wire.CRITIC_INFER, tokens)
     finally:
-        stop.requested = True
+        stop.append(signal.SIGTERM)
         loop.join(timeout=30)
     assert not loop.is_alive() and not waiting.done()
     intake.close(AnswerError("stopped", status=503))
