@@ -71,7 +71,7 @@ def _judge(store: Store, reference: RankRecord, timeout_seconds: float) -> str:
         store.wait(keys, timedelta(seconds=timeout_seconds))
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return f"of {reference.world_size} ranks {_listing(missing)} did not come within {timeout_seconds:.0f} s"
+        return f"{rank_list(missing)} of {reference.world_size} did not come within {timeout_seconds:.0f} s"
     records = [_read(store, rank) for rank in range(reference.world_size)]
     found = [text for record in records if (text := differences(reference, record))] or crowded(records)
     more = f"; and {len(found) - _SHOWN} more ranks" if len(found) > _SHOWN else ""
@@ -84,7 +84,7 @@ def crowded(records: Sequence[RankRecord]) -> list[str]:
     for record in records:
         ranks.setdefault((record.host, record.gpu), []).append(record.rank)
     return [
-        f"ranks {_listing(both)} are on the same GPU of {host} ({gpu}): start no more ranks on a node than it has GPUs, or let them share "
+        f"{rank_list(both)} are on the same GPU of {host} ({gpu}): start no more ranks on a node than it has GPUs, or let them share "
         f"with run.ranks_per_gpu={len(both)}"
         for (host, gpu), both in ranks.items()
         if gpu and len(both) > 1
@@ -104,6 +104,13 @@ def _read(store: Store, rank: int) -> RankRecord:
     return RankRecord(**json.loads(store.get(f"record/{rank}")))
 
 
-def _listing(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    return shown + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+def rank_list(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

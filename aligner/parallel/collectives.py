@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError, ConfigError
 from aligner.parallel import platform
+from aligner.parallel.logprobs import beside
 from aligner.telemetry.metrics import Metric, Metrics, on_host
 from aligner.types.rows import upload
 
@@ -40,10 +41,8 @@ def gather_columns(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return local
     widths = [0] * group.size()
     dist.all_gather_object(widths, local.shape[1], group=group)
-    padded = torch.nn.functional.pad(local, (0, max(widths) - local.shape[1])).contiguous()
-    parts = [torch.empty_like(padded) for _ in widths]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+    whole = beside(torch.nn.functional.pad(local, (0, max(widths) - local.shape[1])), group)
+    return torch.cat([part[:, :width] for part, width in zip(whole.split(max(widths), dim=1), widths, strict=True)], dim=1)
 
 
 def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:

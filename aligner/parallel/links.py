@@ -10,16 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import Enum
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from aligner.errors import LaunchError
 from aligner.parallel import platform
-from aligner.parallel.launch import World
 
 _LATENCY_REPEATS, _RATE_REPEATS = 20, 5
 _RATE_BYTES = {"nccl": 128 << 20, "gloo": 2 << 20}
@@ -43,18 +41,6 @@ class Link:
     ranks: int
     latency_seconds: float
     rate: float
-
-
-def start_group(world: World, store: Store, *, timeout_seconds: float, ranks_per_gpu: int = 1) -> None:
-    """The default process group over the ranks that met at `store`. Every rank calls it."""
-    platform.select_device(world.local_rank, ranks_per_gpu=ranks_per_gpu)
-    dist.init_process_group(
-        platform.backend(ranks_per_gpu),
-        store=PrefixStore("preflight_group", store.clone()),  # a connection of its own: its waits are long
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
 
 
 def measure(nodes: Sequence[str]) -> list[Link]:

@@ -30,6 +30,7 @@ from shutil import which
 from typing import Any
 
 from aligner.errors import ConfigError, describe_os_error
+from aligner.parallel.agreement import rank_list
 from aligner.parallel.progress import AWAITING, IDLE, Collective, Progress, Snapshot, from_json
 from aligner.telemetry import recording
 
@@ -300,18 +301,6 @@ def diagnose(component: str, states: Sequence[RankState], *, world_size: int, st
     lines.append("what every rank did:")
     lines += [f"  {text}: {rank_list(ranks)}" for text, ranks in _groups(by_rank, waits).items()]
     return Verdict(culprits=tuple(culprits), text="\n".join(lines))
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 
 
 def _waits_for(state: RankState, by_rank: Mapping[int, RankState]) -> set[int]:

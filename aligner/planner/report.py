@@ -32,7 +32,6 @@ COLUMNS = {  # columns of the memory table, and the parts that each sums
     "logits": ("logits",),
     "other": ("host copies", "gather buffer", "exchange buffers", "lost between blocks", "context and communicators", "other components"),
 }
-WIDTH = 140
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +55,10 @@ class JobPlan:
         return own + (max(counts) if self.take_turns else sum(counts))
 
 
-def console() -> Console:
+def console(width: int = 140) -> Console:
     """A terminal at its own width, anything else at one that holds the tables."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=WIDTH)
+    return found if found.is_terminal else Console(highlight=False, width=width)
 
 
 def show(job: JobPlan, out: Console) -> None:

@@ -79,7 +79,7 @@ def current_attempt() -> str:
     return os.environ.get(ATTEMPT, "")
 
 
-def make_registration(*, name: str, role: str, num_ranks: int, layout: str = "", checkpoint: str = "") -> Registration:
+def make_registration(*, name: str, role: str, num_ranks: int, layout: str = "") -> Registration:
     """The registration of this process while it loads; `Publication.ready` adds the address."""
     return Registration(
         name=name,
@@ -96,7 +96,7 @@ def make_registration(*, name: str, role: str, num_ranks: int, layout: str = "",
         started_at=time.time(),
         num_ranks=num_ranks,
         layout=layout,
-        checkpoint=checkpoint,
+        checkpoint="",
     )
 
 

@@ -121,7 +121,7 @@ def run_task(preloaded, env, timeout_seconds):
 
 @pytest.mark.parametrize(
     ("rank", "said"),
-    [(0, "of 2 ranks 1 did not come within 2 s"), (1, "rank 1 of 2 waited 2 s for the rendezvous store of rank 0 at localhost:{port}")],
+    [(0, "rank 1 of 2 did not come within 2 s"), (1, "rank 1 of 2 waited 2 s for the rendezvous store of rank 0 at localhost:{port}")],
 )
 def test_a_rank_that_never_comes_is_named(rank, said, preloaded, clean_environment, free_port):
     env = clean_environment(slurm_task(rank, ALIGNER_MASTER_PORT=str(free_port)))

@@ -7,12 +7,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.distributed import DistError, Store
 
 from aligner.errors import LaunchError
+from aligner.parallel.agreement import rank_list
 from aligner.parallel.launch import World, expand_hostlist, meet
 
 _SHORTEST_PAUSE = 0.002  # seconds between two looks into the store, at first
@@ -104,7 +105,7 @@ class Allocation:
             return [self.get(f"{key}/{rank}", deadline=self.deadline, what=f"{what} of rank {rank}") for rank in range(self.size)]
         except LaunchError as error:
             missing = [rank for rank in range(self.size) if not self.has(f"{key}/{rank}")]
-            text = f"rank 0 waited for {what}: {missing_text(missing, self.size)} did not come{self._where(key, missing)}"
+            text = f"rank 0 waited for {what}: {rank_list(missing)} of {self.size} did not come{self._where(key, missing)}"
             raise LaunchError(text) from error
 
     def _where(self, key: str, missing: list[int]) -> str:
@@ -136,26 +137,13 @@ class Allocation:
     def leave(self, present: list[int]) -> None:
         """Rank 0 waits briefly until the `present` ranks have read all values; the others confirm that they have."""
         self.item = "end"
-        if self.rank != 0:
-            try:
+        with suppress(LaunchError):  # rank 0 has already timed out and reported, or a rank died meanwhile: the verdict stands
+            if self.rank != 0:
                 self.put(f"read/{self.rank}", True)
-            except LaunchError:
-                pass  # rank 0 has already timed out and reported
-            return
-        deadline = time.monotonic() + _LINGER_SECONDS
-        for rank in present:
-            if rank == 0:
-                continue
-            try:
+                return
+            deadline = time.monotonic() + _LINGER_SECONDS
+            for rank in filter(None, present):
                 self.get(f"read/{rank}", deadline=deadline, what=f"rank {rank} to read the last verdict")
-            except LaunchError:
-                return  # it died meanwhile; the verdict stands
-
-
-def missing_text(ranks: list[int], size: int) -> str:
-    """`rank 1 of 2`, `ranks 3, 5 of 8`."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} of {size}"
 
 
 def join(timeout_seconds: float, environ: Mapping[str, str], connect: Callable[..., tuple[World, Store]] = meet) -> Allocation:

@@ -9,7 +9,9 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +32,7 @@ NOTABLE_SECONDS, TOO_FAR_SECONDS = 1.0, 60.0  # of difference between clocks
 _PAUSE_SECONDS = 0.05  # lets the other nodes wait when rank 0 calls
 SLOW = 0.5  # part of its class's median below which a link is slow
 POOR = 0.25  # part of the cluster file's rate below which a class of links is slow
-_GROUP_TIMEOUT_SECONDS = 3600.0  # far beyond every item's: the preflight's own deadlines have better messages
+_GROUP_TIMEOUT = timedelta(hours=1)  # far beyond every item's: the preflight's own deadlines have better messages
 LATE_SECONDS = 2.0  # within which a node should see another node's new file: heartbeats and registrations are such files
 SAMPLE_BYTES = 16 << 20
 _POLL_SECONDS = 0.01
@@ -83,11 +85,18 @@ def judge_clock(context: Context, seen: Mapping[int, float]) -> Finding:
 
 
 def ensure_group(context: Context) -> None:
-    """The process group for items with collectives; the first one makes it."""
-    if not dist.is_initialized():
-        allocation = context.allocation
-        shared = context.config.run.ranks_per_gpu
-        links.start_group(allocation.world, allocation.store, timeout_seconds=_GROUP_TIMEOUT_SECONDS, ranks_per_gpu=shared)
+    """The process group for items with collectives; the first one makes it. Every rank calls it."""
+    if dist.is_initialized():
+        return
+    world, shared = context.allocation.world, context.config.run.ranks_per_gpu
+    platform.select_device(world.local_rank, ranks_per_gpu=shared)
+    dist.init_process_group(
+        platform.backend(shared),
+        store=dist.PrefixStore("preflight_group", context.allocation.store.clone()),  # a connection of its own: its waits are long
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=_GROUP_TIMEOUT,
+    )
 
 
 @item(
@@ -257,11 +266,9 @@ def _is_locked(path: Path, deadline: float) -> bool:
 
 def _clean(context: Context, folder: Path, leaders: list[int]) -> None:
     allocation, deadline = context.allocation, time.monotonic() + _CLEAN_SECONDS
-    try:
+    with suppress(LaunchError):  # it is dead or hangs, as its missing answer shows; files that it has open there may stay behind
         for rank in leaders:
             allocation.get(f"finished/{rank}", deadline=deadline, what=f"rank {rank} to leave {folder}", heeds_failure=False)
-    except LaunchError:
-        pass  # it is dead or hangs, as its missing answer shows; files that it has open there may stay behind
     shutil.rmtree(folder, ignore_errors=True)  # a network file system may still show a removed name
 
 

@@ -16,6 +16,7 @@ from aligner.commands.preflight import allocation, cluster, framework, models, r
 from aligner.commands.preflight.framework import Context, Finding, Level, Runner
 from aligner.errors import ConfigError
 from aligner.parallel import launch
+from aligner.planner.report import console
 
 ITEMS = (
     *(ranks.meet, ranks.compose, ranks.fetch, ranks.versions, sizing.devices),
@@ -44,7 +45,7 @@ def preflight(name: str, overrides: Sequence[str], options: PreflightOptions, *,
     items = chosen(options)
     here = allocation.join(options.timeout or ranks.meet.timeout_seconds, os.environ)
     context = Context(allocation=here, name=name, overrides=tuple(overrides))
-    out = framework.console()
+    out = console(width=160)
 
     def progress(item: str, finding: Finding) -> None:
         framework.show({item: finding}, out, has_header=item == ITEMS[0].name)

@@ -28,6 +28,7 @@ from rich.text import Text
 
 from aligner.commands.preflight.allocation import Abandoned, Allocation
 from aligner.errors import AlignerError, ConfigError, LaunchError
+from aligner.parallel.agreement import rank_list
 from aligner.reporting.formats import seconds
 from aligner.run.settings import JobRun
 
@@ -41,7 +42,6 @@ GRACE_SECONDS = 5.0  # for the other ranks once one has failed
 _POLL_SECONDS = 0.5
 _SHOWN_FAILURES = 3  # different ones in a finding
 _SHOWN_CHARACTERS = 300  # of a finding in the last line
-WIDTH = 160
 
 
 class Level(str, Enum):
@@ -140,33 +140,16 @@ def agree(
     return fatal(f"{who(context.allocation, others)}{text(seen[others[0]], seen[0])}", advice, figures) if others else None
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 7` of 0, 1, 2, 3, 7."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
 def who(allocation: Allocation, ranks: Sequence[int]) -> str:
     """Ranks with their nodes, for a person: `rank 3 on n2`, `ranks 0-7 on n1, n2`, `all ranks`."""
     if len(ranks) == allocation.world.world_size > 1:
         return "all ranks"
     nodes = list(dict.fromkeys(allocation.node_of(rank) for rank in sorted(ranks)))
     shown = ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more nodes" if len(nodes) > 4 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)} on {shown}"
+    return f"{rank_list(ranks)} on {shown}"
 
 
 _STYLES = {Level.ok: "green", Level.warning: "yellow", Level.fatal: "bold red", Level.not_run: "dim"}
-
-
-def console() -> Console:
-    """A terminal at its own width; anything else at one wide enough for the table."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def show(findings: Mapping[str, Finding], out: Console, *, has_header: bool = True) -> None:

@@ -158,18 +158,15 @@ def judge_hub(context: Context, seen: Mapping[int, dict[str, str]]) -> Finding:
 def own_versions() -> dict[str, str]:
     """The versions in this process; packages are not imported for it."""
     found = {"python": interpreter.python_version(), "aligner": __version__, "torch": torch.__version__}
-    found |= {name: _installed(name) for name in PACKAGES}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ABSENT
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["cuda"] = str(torch.version.cuda)
     return found
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ABSENT
 
 
 @item("versions", Where.every_rank, seconds=60.0, needs=("ranks",))

@@ -182,16 +182,16 @@ def test_differences_names_rank_and_field():
 def test_ranks_on_the_same_gpu_are_refused():
     records = [replace(record(rank, world_size=5), host="h0", gpu=f"GPU-{letter}") for rank, letter in enumerate("abaac")]
     (text,) = agreement.crowded([*records, replace(records[0], host="h1"), replace(records[0], gpu=""), replace(records[0], gpu="")])
-    assert text.startswith("ranks 0, 2, 3 are on the same GPU of h0 (GPU-a)") and text.endswith("run.ranks_per_gpu=3")
+    assert text.startswith("ranks 0, 2-3 are on the same GPU of h0 (GPU-a)") and text.endswith("run.ranks_per_gpu=3")
     first, second = (replace(record(rank), host="h0", gpu="GPU-a") for rank in (0, 1))
     store = HashStore()
     store.set("record/1", json.dumps(asdict(second)))
-    with pytest.raises(LaunchError, match="do not fit together: ranks 0, 1 are on the same GPU of h0"):
+    with pytest.raises(LaunchError, match="do not fit together: ranks 0-1 are on the same GPU of h0"):
         agreement.check(store, first, timeout_seconds=0.2)
 
 
 def test_missing_ranks_are_named():
-    with pytest.raises(LaunchError, match=re.escape("of 3 ranks 1, 2 did not come within 0 s")):
+    with pytest.raises(LaunchError, match=re.escape("ranks 1-2 of 3 did not come within 0 s")):
         agreement.check(HashStore(), record(0, world_size=3), timeout_seconds=0.2)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from aligner.parallel.agreement import rank_list
 from aligner.parallel.progress import Collective, GroupInfo, Progress, Snapshot, from_json
-from aligner.parallel.watch import Place, RankState, diagnose, rank_list
+from aligner.parallel.watch import Place, RankState, diagnose
 
 WORLD = GroupInfo("0", "world", (0, 1, 2, 3))
 FIRST, SECOND = GroupInfo("5", "tensor model parallel", (0, 1)), GroupInfo("6", "tensor model parallel", (2, 3))

@@ -25,8 +25,8 @@ from aligner.servers.registry import (
 
 
 def registration(name: str = "critic", incarnation: str = "aaaaaaaa11", **fields):
-    made = make_registration(name=name, role="critic", num_ranks=2, layout="tp2", checkpoint="step-3")
-    known = {"state": ServiceState.ready, "url": "http://127.0.0.1:5556", "port": 5556}
+    made = make_registration(name=name, role="critic", num_ranks=2, layout="tp2")
+    known = {"state": ServiceState.ready, "url": "http://127.0.0.1:5556", "port": 5556, "checkpoint": "step-3"}
     return replace(made, **({"incarnation": incarnation} | known | fields))
 
 
