@@ -78,8 +78,7 @@ def convert(options: ConvertOptions) -> int:
     if to_hf is not None:
         _check_empty("--to-hf", to_hf, CONFIG_FILE, "model")
     if from_hf is not None and to_megatron is None:
-        if not (from_hf / CONFIG_FILE).exists():
-            raise CheckpointError(f"--from-hf {from_hf}: has no config.json")
+        _check_config(from_hf)
         _push(from_hf, download.prepare(push_to), origin_of(from_hf.absolute()))
         return 0
     with _opened(from_hf, from_megatron, tokenizer, foreign=foreign) as read:
@@ -99,9 +98,7 @@ def _opened(from_hf: Path | None, from_megatron: Path | None, tokenizer: Path | 
     if from_megatron is not None:
         path = checkpoint.resolve(from_megatron)
     else:
-        path = fetch_one("--from-hf", str(from_hf))
-        if not (path / CONFIG_FILE).exists():
-            raise CheckpointError(f"--from-hf {path}: has no config.json")
+        _check_config(path := fetch_one("--from-hf", str(from_hf)))
     dtype = _dtype(path)
     config = ModelConfig(path=str(path), dtype=dtype, images=from_megatron is not None and can_see(read_json(path / CONFIG_FILE)))
     architecture = create.read_architecture(config, vocab_size=0)
@@ -135,6 +132,11 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
     launch.shutdown()
     if name is not None and here.rank == 0:  # the others need not wait
         _push(target, name, origin_of(source.path))
+
+
+def _check_config(path: Path) -> None:
+    if not (path / CONFIG_FILE).exists():
+        raise CheckpointError(f"--from-hf {path}: has no config.json")
 
 
 def _check_empty(option: str, target: Path, name: str, what: str) -> None:

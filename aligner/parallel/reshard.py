@@ -186,13 +186,9 @@ class Bucket:
         return self.portions[0].move
 
     @property
-    def num_items(self) -> int:
-        """Elements of one rank's source part."""
-        return sum(math.prod(portion.shape) for portion in self.portions)
-
-    @property
     def num_bytes(self) -> int:
-        return self.num_items * self.first.dtype.itemsize
+        """Of one rank's source part."""
+        return sum(math.prod(portion.shape) for portion in self.portions) * self.first.dtype.itemsize
 
 
 def plan(moves: Sequence[Move], *, bucket_bytes: int) -> list[Bucket]:

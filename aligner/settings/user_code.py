@@ -21,6 +21,7 @@ class _Record:
         self._descriptor: int | None = None
 
     def open(self, path: Path) -> None:
+        """From now on what this process calls is in that file. Raises OSError."""
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -39,9 +40,7 @@ class _Record:
 _OWN = _Record()
 
 
-def record_in(path: Path) -> None:
-    """From now on what this process calls is in that file. Raises OSError."""
-    _OWN.open(path)
+record_in = _OWN.open
 
 
 @contextlib.contextmanager

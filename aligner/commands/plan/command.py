@@ -184,7 +184,8 @@ def load(name: str, overrides: Sequence[str]) -> JobRun:
     """The composed config, or that of the run in the directory `name`, with the configs of models of the Hub. Data need not exist."""
     recorded = RunDirectory(Path(name)).config
     config: JobRun = of_run(recorded, overrides) if recorded.is_file() else composed(name, ["data.train=not-read", *overrides])
-    fetch_named(config, weights=False, data=False, may_fail=_is_described)
+    # The files of a model whose sizes are in the config are not needed.
+    fetch_named(config, weights=False, data=False, may_fail=lambda one: isinstance(one, ModelConfig) and one.architecture.vocab_size > 0)
     if not config.loop.epochs or (isinstance(config.data.train, str) and not Path(config.data.train).exists()):
         return config
     return replace(config, loop=parts.with_steps(parts.with_lengths(config)).loop)
@@ -201,11 +202,6 @@ def of_run(recorded: Path, overrides: Sequence[str]) -> JobRun:
     recipe = next(recipe.name for recipe in recipes().values() if recipe.config is schema)
     machine = composed(recipe, ["data.train=not-read", *(one for one in overrides if one.startswith(("cluster", "hydra.searchpath=")))])
     return replace(config, cluster=machine.cluster)
-
-
-def _is_described(section: object) -> bool:
-    """Whether a plan does not need the files of this model: its sizes are in the config."""
-    return isinstance(section, ModelConfig) and section.architecture.vocab_size > 0
 
 
 def components(config: JobRun, *, checked: bool = True) -> list[Component]:

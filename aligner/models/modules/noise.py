@@ -18,8 +18,8 @@ from aligner.parallel import platform
 from aligner.types.rows import upload
 
 _BITS = 24  # of a hash, as many as float32 has
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIXES = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))  # splitmix64's
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # between two states of SplitMix64
+_MIXES = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +32,8 @@ class Noise:
     def added(self, embedded: Tensor) -> Tensor:
         """Embeddings [rows, L, d] with their noise."""
         width = embedded.shape[-1]
-        numbers = _hashed(self.keys[..., None] + torch.arange(1, width + 1, device=embedded.device) * _GOLDEN)
-        uniform = (_shifted(numbers, 64 - _BITS).float() + 0.5) / 2 ** (_BITS - 1) - 1
+        numbers = hashed(self.keys[..., None] + torch.arange(1, width + 1, device=embedded.device) * GOLDEN)
+        uniform = (shifted(numbers, 64 - _BITS).float() + 0.5) / 2 ** (_BITS - 1) - 1
         return embedded + (uniform * (self.bounds / math.sqrt(width))[..., None]).to(embedded.dtype)
 
     def part(self, rank: int, size: int) -> Noise:
@@ -50,18 +50,18 @@ def noise_of(token_of: Tensor, lengths: Tensor, rows: Sequence[int], *, width: i
     row, position = token_of.clamp(min=0) // width, token_of % width
     keys = torch.zeros_like(token_of)
     for numbers in (*seed, torch.tensor(rows)[row], position):
-        keys = _hashed(keys + _GOLDEN + numbers)
+        keys = hashed(keys + GOLDEN + numbers)
     bounds = torch.where(token_of >= 0, alpha / lengths[row].float().sqrt(), 0.0)
     return Noise(keys=upload(keys, platform.device()), bounds=upload(bounds, platform.device()))
 
 
-def _hashed(numbers: Tensor) -> Tensor:
-    """splitmix64's output for each of these 64 bits; products wrap around."""
+def hashed(numbers: Tensor) -> Tensor:
+    """SplitMix64's output (Steele et al. 2014) for each of these states of 64 bits; products wrap around."""
     for shift, factor in _MIXES:
-        numbers = (numbers ^ _shifted(numbers, shift)) * factor
+        numbers = (numbers ^ shifted(numbers, shift)) * factor
     return numbers
 
 
-def _shifted(numbers: Tensor, bits: int) -> Tensor:
+def shifted(numbers: Tensor, bits: int) -> Tensor:
     """To the right, with zeros from the left."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)

@@ -23,14 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.models.modules.noise import GOLDEN, hashed, shifted
 from aligner.parallel.logprobs import log_normalizer, row_sums
 from aligner.rollout.builtin.attention import upload
 from aligner.rollout.builtin.stopping import StopStrings
 from aligner.rollout.engine import Likeliest, missing_ids
 from aligner.types import SamplingConfig
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 BLOCK = 128  # tokens whose weights are summed first
 WINDOW = 256  # positions for which uniforms are made at once
 HEAD = 1024  # likeliest tokens among which top-p looks first on a CPU
@@ -351,23 +350,9 @@ def _kept(how: Manner, processed: Tensor, logits: Tensor, z: Tensor, weights: Te
     return truncated(z, weights, top_k=how.sampling.top_k, top_p=how.sampling.top_p, min_p=how.sampling.min_p)
 
 
-def _signed(x: int) -> int:
-    """The int64 with the same 64 bits."""
-    return x - (1 << 64) if x >= 1 << 63 else x
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of the 64 bits of an int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """Numbers in [0, 1), float64, from int64 seeds and positions: SplitMix64 (Steele et al. 2014) seeded with `seed`, draw `position`."""
-    x = seeds + (positions + 1) * _signed(_GOLDEN)  # wraps modulo 2^64, as SplitMix64 requires
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX[0])
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX[1])
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 11).double() * 2.0**-53
+    return shifted(hashed(seeds + (positions + 1) * GOLDEN), 11).double() * 2.0**-53
 
 
 def truncated(z: Tensor, weights: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:

@@ -90,7 +90,7 @@ def test_only_a_changed_split_is_gathered():
 
 def num_bytes(bucket: Bucket) -> int:
     first = bucket.first
-    return bucket.num_items * first.dtype.itemsize * (1 + len(first.source.shards) * first.gathered)
+    return bucket.num_bytes * (1 + len(first.source.shards) * first.gathered)
 
 
 def test_buckets_are_bounded_and_of_one_kind():

@@ -39,11 +39,6 @@ class BuildError(Exception):
     """The kernels cannot be compiled here."""
 
 
-def cache_directory(environment: Mapping[str, str]) -> Path:
-    """The folder of compiled kernels: `aligner` under XDG_CACHE_HOME or ~/.cache."""
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aligner"
-
-
 def processor() -> str:
     """The inputs of `-march=native`, as far as they are readable: the processor's model and features."""
     try:
@@ -56,12 +51,13 @@ def processor() -> str:
 
 
 def compiled(environment: Mapping[str, str] = os.environ, flags: Sequence[str] = FLAGS) -> Path:
-    """The shared library, compiled now unless it exists. Raises BuildError."""
+    """The shared library, in `aligner` under XDG_CACHE_HOME or ~/.cache, compiled now unless it exists. Raises BuildError."""
     sources = sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")])
     if not sources:
         raise BuildError(f"no sources in {SOURCES}")
     text = "\0".join([*(source.read_text() for source in sources), *flags, OPENMP, processor(), environment.get("CC", "")])
-    library = cache_directory(environment) / f"kernels-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    library = cache / "aligner" / f"kernels-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         try:
             _compile([source for source in sources if source.suffix == ".c"], library, _compiler(environment), flags)
