@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Placement
 from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import PretrainingConfig

@@ -29,8 +29,7 @@ from typing import TextIO
 
 from aligner.cluster import lease as leases
 from aligner.cluster import processes
-from aligner.cluster.component import Component, check_components, free_ports, rank_environment
-from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.component import Component, LocalLauncherConfig, check_components, free_ports, rank_environment
 from aligner.cluster.console import Channel, Console
 from aligner.cluster.lease import LeaseRecord
 from aligner.cluster.outcomes import TOO_EARLY, ExitCode

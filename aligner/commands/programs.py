@@ -8,8 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from aligner.algorithms.registry import composed, recipe_of
-from aligner.cluster.component import Component, check_installed, interpreter
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Component, Placement, check_installed, interpreter
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import ConfigError

@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from aligner.algorithms.registry import composed, config_file
-from aligner.cluster.component import interpreter
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Placement, interpreter
 from aligner.cluster.outcomes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import CHOICES

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aligner.agents.create import create_agents
 from aligner.agents.play import Playing, SessionEngine
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
 from aligner.data.collate import SupervisedExample
 from aligner.data.config import PretrainingConfig

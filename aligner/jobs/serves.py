@@ -11,7 +11,7 @@ from typing import Any
 
 from aligner.algorithms.ppo import TrainPPO
 from aligner.cluster import lease as leases
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Placement
 from aligner.data.vision import ImageStore, Vision
 from aligner.errors import ConfigError
 from aligner.jobs.parts import load_model_files, with_lengths, with_steps

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from aligner.cluster.config import LocalLauncherConfig, Placement
+from aligner.cluster.component import LocalLauncherConfig, Placement
 from aligner.data.config import PromptDataConfig
 from aligner.data.prompts import load_prompts
 from aligner.data.report import LoadReport

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Placement
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
 from aligner.cluster.slurm.spec import ContainerConfig, SlurmConfig
 from aligner.data.order import EpochSampler

@@ -32,8 +32,7 @@ class CriticService:
     """The operations of a critic. Every rank constructs one around its part of the model.
 
     Trains as `train_on_returns` does. Each request is applied once: `ledger` records which. `save(request)` writes a checkpoint with the
-    ledger and returns its path; it raises `ledger.Refused` for a request that means another critic. `loss_metric` is reported as
-    `loss_mean`.
+    ledger and returns its path; it raises `ledger.Refused` for a request that means another critic.
     """
 
     model: ValueModel
@@ -43,7 +42,6 @@ class CriticService:
     mini_batch_size: int
     num_epochs: int
     save: Callable[[SaveRequest], str]
-    loss_metric: str = "value/loss"
 
     def infer(self, request: ValuesRequest) -> Tensor:
         """Values float32 [B, S], 0 in the padding. Raises `ledger.Refused` if the request means another critic than the current one."""
@@ -61,7 +59,7 @@ class CriticService:
             return recorded
         sizes = {"mini_batch_size": self.mini_batch_size, "num_epochs": self.num_epochs}
         numbers = train_on_returns(self.model, request.batch, self.loss, **sizes)
-        reply = TrainReply(loss_mean=numbers[self.loss_metric], metrics=numbers)
+        reply = TrainReply(loss_mean=numbers["value/loss"], metrics=numbers)
         self.ledger.record(request.identity, reply)
         return reply
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from training_jobs import eventually
 
-from aligner.cluster.component import Component
-from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.component import Component, LocalLauncherConfig
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import LaunchError
@@ -191,7 +190,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and `make test
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # leaves so
 from pathlib import Path
 from aligner.cluster.component import Component
-from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.component import LocalLauncherConfig
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
 run, *codes = sys.argv[1:]

@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from aligner.algorithms.registry import composed, recipes
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Placement
 from aligner.cluster.run_directory import RunDirectory
 from aligner.commands import against as comparison
 from aligner.commands.parts import PlanOptions

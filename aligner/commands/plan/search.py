@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aligner.algorithms.registry import composed, recipe_of
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Placement
 from aligner.commands.calibrate import fit
 from aligner.commands.parts import LaunchOptions, PlanOptions
 from aligner.commands.plan.command import DOES_NOT_FIT, components, load, plan, plan_config, with_lengths

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from aligner.algorithms.ppo import PPO, PPOConfig, TrainPPO
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Placement
 from aligner.errors import CheckpointError, ConfigError
 from aligner.loop.loop import Clock
 from aligner.losses.aggregation import Aggregation

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo import PPO, PPOConfig, TrainPPO
-from aligner.cluster.config import Placement
+from aligner.cluster.component import Placement
 from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
 from aligner.errors import CheckpointError, ConfigError, RunHalted
 from aligner.loop.checkpointing import RunCheckpointer

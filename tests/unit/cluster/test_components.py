@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.cluster.component import Component, check_components, free_ports, rank_environment
-from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.component import Component, LocalLauncherConfig, check_components, free_ports, rank_environment
 from aligner.cluster.run_directory import RunDirectory, ServiceWatch
 from aligner.errors import ConfigError, LaunchError
 
