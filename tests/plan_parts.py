@@ -9,6 +9,7 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig
+from aligner.planner.estimate import ComponentPlan
 from aligner.planner.memory import Sizes, phase_memory
 from aligner.planner.workload import BlockBytes, Component, Engine, Head, Phase, StateBytes, Work
 
@@ -48,3 +49,9 @@ def sizes(*stages: StateBytes, block: BlockBytes = NO_ACTIVATIONS, engine_weight
 def memory_of(phase: Phase, own: Component, sizes: Sizes, cluster: ClusterConfig, stages: Sequence[int] = (0,)) -> dict[str, int]:
     """The parts of a phase's memory on the first of these stages."""
     return dict(next(moment.parts for moment in phase_memory(own, sizes, cluster, stages) if moment.phase == phase))
+
+
+def activations(plan: ComponentPlan, phase: Phase, stage: int = 0) -> int:
+    """Bytes of activations, workspace and logits at the fullest moment of a phase."""
+    (moment,) = (m for m in plan.memory if m.phase == phase and m.stage == stage)
+    return sum(moment.parts.get(name, 0) for name in ("activations", "backward workspace", "logits", "vision tower"))

@@ -104,13 +104,9 @@ class Lease:
         self._path = path
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._lost = ""
+        self.lost = ""  # why this process no longer holds the run; empty while it does
         self._thread = threading.Thread(target=self._heartbeat, name="lease", daemon=True)
         self._thread.start()
-
-    def lost(self) -> str:
-        """Why this process no longer holds the run; empty while it does."""
-        return self._lost
 
     def renew(self, attempt: str) -> None:
         """Hold it for the next start of the components; leftovers of the previous start exit."""
@@ -133,14 +129,14 @@ class Lease:
                 with self._lock:
                     found = read_lease(self._path)
                     if found is None or found[0].job != self.record.job:
-                        self._lost = f"the lease {self._path} was {f'taken by {found[0].describe()}' if found else 'removed'}"
+                        self.lost = f"the lease {self._path} was {f'taken by {found[0].describe()}' if found else 'removed'}"
                         return
                     os.utime(self._path)
                 failing_since = None
             except (OSError, LaunchError) as error:  # a shared file system may fail briefly
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() - failing_since > self.record.valid_seconds:
-                    self._lost = f"the lease {self._path} cannot be kept: {error}"
+                    self.lost = f"the lease {self._path} cannot be kept: {error}"
                     return
 
 

@@ -82,7 +82,8 @@ class Progress:
 
     def __init__(self) -> None:
         self._threads: defaultdict[int, _Thread] = defaultdict(_Thread)
-        self._phase, self._phase_since, self._step = "start", time.time(), 0
+        self._phase, self._phase_since = "start", time.time()
+        self.step = 0  # the training step that began last; 0 before the first
         self._last_left: Collective | None = None
         self._number = 0
         self._counts: dict[str, int] = {}
@@ -97,7 +98,7 @@ class Progress:
     def phase(self, name: str) -> Iterator[dict[str, object]]:
         """The block is phase `name` and a span of the trace, whose arguments this yields. The phase around it continues afterwards."""
         before, start = self._phase, time.perf_counter()
-        arguments: dict[str, object] = {"step": self._step} if self._step else {}
+        arguments: dict[str, object] = {"step": self.step} if self.step else {}
         self.enter_phase(name)
         try:
             yield arguments
@@ -112,14 +113,9 @@ class Progress:
 
     def at_step(self, step: int) -> None:
         """Training step `step` (or a server's running number of operations) begins."""
-        self._step = step
+        self.step = step
         self.heartbeat()
         recording.flush()
-
-    @property
-    def step(self) -> int:
-        """The training step that began last; 0 before the first."""
-        return self._step
 
     def heartbeat(self) -> None:
         self._still_since = time.monotonic()
@@ -163,7 +159,7 @@ class Progress:
         return Snapshot(
             phase=self._phase,
             phase_since=self._phase_since,
-            step=self._step,
+            step=self.step,
             last_progress=time.time() - still,
             still_seconds=still,
             inside=min(entered, key=lambda collective: collective.since, default=None),  # of two, the one that lasts longer

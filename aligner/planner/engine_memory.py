@@ -38,10 +38,15 @@ def state_bytes(component: Component, engine: Engine) -> int:
     return len(a.linear_attention_layers) * (4 * a.linear_key_head_dim * values + window) // engine.tp
 
 
+def replicas_of(component: Component, engine: Engine) -> int:
+    """Replicas of the engine, on the component's ranks or on its own."""
+    return max(1, (engine.own_ranks or component.num_ranks) // engine.tp)
+
+
 def decode_batch(component: Component, engine: Engine) -> int:
     """Sequences that a replica of the engine decodes at a time."""
-    replicas = max(1, (engine.own_ranks or component.num_ranks) // engine.tp)
-    return max(1, min(engine.max_batch_size, math.ceil((component.work.rows + component.work.extra_rows) / replicas)))
+    share = math.ceil((component.work.rows + component.work.extra_rows) / replicas_of(component, engine))
+    return max(1, min(engine.max_batch_size, share))
 
 
 def page_tokens(component: Component, engine: Engine) -> int:

@@ -34,7 +34,7 @@ from aligner.planner.memory import (
 )
 from aligner.planner.times import PhaseTime, phase_times
 from aligner.planner.tower import features_seen, tower_of
-from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, Phase, StateBytes, Tower
+from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, StateBytes, Tower
 from aligner.rollout.builtin.weights import is_quantized
 from aligner.rollout.config import EngineKind, check_ahead, check_engine, check_precision
 from aligner.servers.components import SERVERS, in_section
@@ -56,11 +56,6 @@ class ComponentPlan:
     @property
     def peak(self) -> PhaseMemory:
         return max(self.memory, key=lambda moment: moment.total)
-
-    def activations(self, phase: Phase, stage: int = 0) -> int:
-        """Bytes of activations, workspace and logits at the fullest moment of a phase."""
-        (moment,) = (m for m in self.memory if m.phase == phase and m.stage == stage)
-        return sum(moment.parts.get(name, 0) for name in ("activations", "backward workspace", "logits", "vision tower"))
 
     @property
     def fits(self) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from aligner.planner.config import ClusterConfig, PlanConfig
+from aligner.planner.engine_memory import replicas_of
 from aligner.planner.layers import GIGA
 from aligner.planner.memory import Sizes
 from aligner.planner.times import (
@@ -24,7 +25,6 @@ from aligner.planner.times import (
     policy_away_seconds,
     refit_seconds,
     replica,
-    replicas_of,
     sampled,
     shares,
     turn_seconds,

@@ -27,7 +27,7 @@ from aligner.models.config import Recompute
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import memory
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.engine_memory import cache_tokens, kv_bytes_per_token, state_bytes
+from aligner.planner.engine_memory import cache_tokens, kv_bytes_per_token, replicas_of, state_bytes
 from aligner.planner.layers import (
     GIGA,
     HIDDEN_PASSES,
@@ -223,11 +223,6 @@ LOGIT_PASSES = 6  # how often float32 logits are read or written, in the log-pro
 MAX_REPLICAS = 32  # replicas of the engine that are followed
 OWN_SHARE = 0.88  # part of a GPU's memory that an engine uses if it is alone there
 MILLI = 1e-3
-
-
-def replicas_of(component: Component, engine: Engine) -> int:
-    """Replicas of the engine, on the component's ranks or on its own."""
-    return max(1, (engine.own_ranks or component.num_ranks) // engine.tp)
 
 
 def replica(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig, *, static: bool = False) -> ReplicaQueue:

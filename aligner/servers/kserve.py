@@ -56,13 +56,9 @@ def decode_error(body: bytes) -> str:
     return decode_failure(body)[1]
 
 
-def _is_text(array: np.ndarray) -> bool:
-    return array.dtype.kind in "OS"
-
-
 def _to_bytes(array: np.ndarray) -> tuple[str, bytes]:
     """The tensor's KServe data type and its bytes. Texts are length-prefixed, 4 bytes little-endian each."""
-    if _is_text(array):
+    if array.dtype.kind in "OS":
         parts = []
         for text in array.reshape(-1).tolist():
             parts += [len(text).to_bytes(4, "little"), text]

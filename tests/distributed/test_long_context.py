@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plan_parts import activations
 from ranks import world
 
 from aligner.losses.sft import sft_loss
@@ -72,7 +73,7 @@ def predict(length: int, cp: int, architecture: dict) -> dict[str, float]:
         work=Work(phases=phases, rows=1, length=length, response_length=length - 1, update_rows=1, num_updates=1),
     )
     planned = plan_component(component, ClusterConfig())
-    return {phase.value: planned.activations(phase) for phase in phases}
+    return {phase.value: activations(planned, phase) for phase in phases}
 
 
 def measure(length: int, cp: int, architecture: dict) -> dict:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from plan_parts import activations
 from ranks import world
 from tiers import cases
 
@@ -145,7 +146,7 @@ def predict_one(spec: dict) -> dict:
         "state": exact,
         "fullest": [asdict(state) for state in planned.sizes.stages],
         "gathered": max(planned.sizes.train.kept, planned.sizes.inference.kept),
-        "activations": [planned.activations(Phase.train, stage) for stage in range(own.parallel.pp)],
+        "activations": [activations(planned, Phase.train, stage) for stage in range(own.parallel.pp)],
         "parameters": list(planned.stage_parameters),
     }
 

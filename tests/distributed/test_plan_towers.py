@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_parts import activations
 from ranks import world
 from transformers import AutoTokenizer
 from vision_models import write_seeing
@@ -104,7 +105,7 @@ def predict(folder: Path) -> dict[str, list[tuple[int, int]]]:
         own, cluster = component(folder, name, image_tokens=slots), ClusterConfig()
         blind = replace(own, model=replace(own.model, images=False))
         plans = [plan_component(one, cluster) for one in (own, blind)]
-        found[name] = [tuple(plan.activations(Phase.train, stage) for plan in plans) for stage in range(own.parallel.pp)]
+        found[name] = [tuple(activations(plan, Phase.train, stage) for plan in plans) for stage in range(own.parallel.pp)]
     return found
 
 

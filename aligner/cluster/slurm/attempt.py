@@ -113,7 +113,7 @@ class Attempt:
             time.sleep(POLL_SECONDS)
             if self._requests.terminate:
                 return Verdict(ending=Ending.terminated, reason="Slurm is ending the job")
-            if lost := self._lease.lost():
+            if lost := self._lease.lost:
                 return Verdict(ending=Ending.lost, reason=lost)
             if self._actor.has_ended():
                 return self._actor_ended()

@@ -29,20 +29,12 @@ class Allocation:
     """This rank among the others. `deadline` (time.monotonic) belongs to the current item `item`."""
 
     def __init__(self, world: World, store: Store, node: str) -> None:
-        self.world = world
+        self.world, self.rank, self.size = world, world.rank, world.world_size
         self.store = store
         self.node = node
         self.nodes: tuple[str, ...] = (node,) if world.world_size == 1 else ()  # of every rank, once they have met
         self.item = ""
         self.deadline = time.monotonic()
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.world_size
 
     def begin(self, item: str, timeout_seconds: float) -> None:
         """Later waits belong to this item."""

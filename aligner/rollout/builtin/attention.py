@@ -102,12 +102,8 @@ class PagedKV:
 
     @property
     def num_pages(self) -> int:
-        """Pages for sequences: 0 to num_pages - 1."""
+        """Pages for sequences: 0 to num_pages - 1. The one behind them belongs to none."""
         return self.keys.shape[1] - 1
-
-    @property
-    def scratch_page(self) -> int:
-        return self.num_pages
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer by slot, [pages * page_size, groups, D]: views."""

@@ -57,7 +57,7 @@ class DecodeGraphs:
         if inputs.rotary is not None and batch.rotary is not None:  # all batches of a model have it, or none
             inputs.rotary[:rows].copy_(batch.rotary)
             inputs.rotary[rows:].zero_()
-        inputs.pages[rows:].fill_(cache.scratch_page)
+        inputs.pages[rows:].fill_(cache.num_pages)  # the scratch page
         replay()
         return logits[:rows]
 
@@ -72,7 +72,7 @@ class DecodeGraphs:
         inputs = DecodeBatch(
             tokens=batch.tokens.new_zeros(size[0]),
             positions=batch.positions.new_zeros(size[0]),
-            pages=batch.pages.new_full(size, cache.scratch_page),
+            pages=batch.pages.new_full(size, cache.num_pages),
             rotary=None if batch.rotary is None else batch.rotary.new_zeros(size[0]),
         )
         logits = self._logits_of(size[0], batch.tokens.device)

@@ -47,7 +47,7 @@ def test_a_held_lease_is_touched_and_withdrawn(path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     lease.renew("1.1")
-    assert read_lease(path)[0].attempt == "1.1" and lease.lost() == ""
+    assert read_lease(path)[0].attempt == "1.1" and lease.lost == ""
     lease.release()
     lease.release()
     assert not path.exists()
@@ -59,7 +59,7 @@ def test_another_living_holder_refuses(path: Path) -> None:
         take(path, record("2", "2.0"))  # its signs of life say so
     with pytest.raises(RunHeld):
         take(path, record("2", "2.0"), lambda other: False)
-    assert take(path, record("1", "1.0")).lost() == ""  # the same job once more
+    assert take(path, record("1", "1.0")).lost == ""  # the same job once more
     lease.release()
 
 
@@ -84,9 +84,9 @@ def test_the_holder_notices_that_it_lost_the_run(path: Path) -> None:
     lease = take(path, record(valid_seconds=0.2))
     leases._write(path, record("2", "2.0"))
     deadline = time.monotonic() + 20
-    while not lease.lost() and time.monotonic() < deadline:
+    while not lease.lost and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert "was taken by Slurm job 2" in lease.lost()
+    assert "was taken by Slurm job 2" in lease.lost
     lease.release()
     assert path.exists()  # it is the other's
 

@@ -164,4 +164,4 @@ def test_copied_pages_continue_a_sequence(make_model):
 def test_a_cache_is_as_large_as_it_says(make_model):
     decoder = decoder_of(make_model("policy"))
     cache = decoder.new_cache(7)
-    assert cache.num_pages == 7 and cache.page_size == PAGE and cache.scratch_page == 7
+    assert cache.num_pages == 7 and cache.page_size == PAGE
