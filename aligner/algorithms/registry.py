@@ -16,7 +16,7 @@ from aligner import algorithms
 from aligner.errors import ConfigError
 from aligner.files import conf_directory, configs
 from aligner.run.recipe import Recipe
-from aligner.settings.compose import compose, search_path
+from aligner.settings.compose import compose, schema_of, search_path
 from aligner.settings.explain import built_on, find_file
 
 GROUP = "aligner.recipes"
@@ -69,6 +69,13 @@ def recipe_of(name: str, overrides: Sequence[str] = ()) -> Recipe[Any]:
         raise ConfigError(f"config {name!r} builds on no recipe: begin its `defaults` with the name of one ({', '.join(recipes())})")
     near = difflib.get_close_matches(name, known := sorted({*configs(), *recipes()}), n=1)
     raise ConfigError(f"there is no config {name!r}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"))
+
+
+def recipe_recorded(text: str) -> Recipe[Any]:
+    """The recipe of a config that `to_yaml` wrote; of several the one that defines the settings class. Raises ConfigError for none."""
+    schema = schema_of([recipe.config for recipe in recipes().values()], text)
+    having = [recipe for recipe in recipes().values() if recipe.config is schema]
+    return min(having, key=lambda recipe: not schema.__module__.endswith(f".{recipe.name}"))
 
 
 def config_file(name: str, overrides: Sequence[str] = ()) -> Path | None:

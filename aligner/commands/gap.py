@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from aligner.algorithms.registry import composed, recipe_of, recipes
+from aligner.algorithms.registry import composed, recipe_of, recipe_recorded, recipes
 from aligner.commands.parts import GapOptions
 from aligner.data.collate import rollout_batch
 from aligner.data.images import images_in
@@ -44,7 +44,7 @@ from aligner.run.from_hub import fetch_named, with_names
 from aligner.run.lengths import fill
 from aligner.run.session import see_own_gpus
 from aligner.run.settings import JobRun
-from aligner.settings.compose import fingerprint, from_yaml, schema_of, to_yaml
+from aligner.settings.compose import fingerprint, from_yaml, to_yaml
 from aligner.telemetry.metrics import values
 from aligner.types import LogprobKind, Prompt, Rollout, RolloutBatch, SamplingConfig
 
@@ -88,7 +88,7 @@ def load(name: str, overrides: Sequence[str], *, random_prompts: bool) -> Online
     directory = Path(name)
     if (directory / "config.yaml").is_file():
         text = (directory / "config.yaml").read_text()
-        config = from_yaml(_sampling(name, schema_of([recipe.config for recipe in recipes().values()], text)), text, [*overrides, *given])
+        config = from_yaml(_sampling(name, recipe_recorded(text).config), text, [*overrides, *given])
         newest = directory / "checkpoints" / "policy"
         if newest.is_dir() and not any(override.startswith("model.path=") for override in overrides):
             config.model = _trained(config.model, newest)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from aligner.algorithms.registry import recipes
+from aligner.algorithms.registry import recipe_recorded, recipes
 from aligner.commands.report import all_columns
 from aligner.errors import ConfigError
 from aligner.hub.names import HubName, Kind, name_of, parse, parse_data
@@ -19,7 +19,7 @@ from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.run_view import RunView
 from aligner.reporting.summary import table
 from aligner.run.recipe import Recipe
-from aligner.settings.compose import schema_of, to_yaml
+from aligner.settings.compose import to_yaml
 from aligner.settings.schema import flat
 from aligner.version import __version__
 
@@ -81,13 +81,11 @@ def model_card(title: str, export: Path, origin: Origin) -> str:
 
 
 def _recipe(text: str) -> str:
-    """The recipe with these settings; of several the one that defines the settings class. Empty if none has them."""
+    """The name of the recipe with these settings. Empty if none has them."""
     try:
-        schema = schema_of([recipe.config for recipe in recipes().values()], text)
+        return recipe_recorded(text).name
     except ConfigError:
         return ""
-    names = [recipe.name for recipe in recipes().values() if recipe.config is schema]
-    return min(names, key=lambda name: not schema.__module__.endswith(f".{name}"))
 
 
 def _base(settings: Mapping[str, Any]) -> HubName | str:

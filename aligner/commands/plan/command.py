@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from aligner.algorithms.registry import composed, recipes
+from aligner.algorithms.registry import composed, recipe_recorded
 from aligner.cluster.component import Placement
 from aligner.cluster.run_directory import RunDirectory
 from aligner.commands import against as comparison
@@ -32,7 +32,7 @@ from aligner.run.from_hub import fetch_named
 from aligner.run.lengths import fill
 from aligner.run.settings import JobRun, Server, WritingRun
 from aligner.servers.components import in_section
-from aligner.settings.compose import from_yaml, schema_of
+from aligner.settings.compose import from_yaml
 
 MIB = 2**20
 LAST_STEPS = 20  # steps of a run whose lengths count
@@ -194,13 +194,13 @@ def load(name: str, overrides: Sequence[str]) -> JobRun:
 def of_run(recorded: Path, overrides: Sequence[str]) -> JobRun:
     """The config that a run has recorded in this file, with `overrides`; `cluster=NAME` replaces the recorded machine."""
     text = recorded.read_text()
-    schema = schema_of([recipe.config for recipe in recipes().values()], text)
+    recipe = recipe_recorded(text)
     about_cluster = [one for one in overrides if one.startswith(("cluster=", "hydra.searchpath="))]
-    config: JobRun = from_yaml(schema, text, [one for one in overrides if one not in about_cluster])
+    config: JobRun = from_yaml(recipe.config, text, [one for one in overrides if one not in about_cluster])
     if not any(one.startswith("cluster=") for one in about_cluster):
         return config
-    recipe = next(recipe.name for recipe in recipes().values() if recipe.config is schema)
-    machine = composed(recipe, ["data.train=not-read", *(one for one in overrides if one.startswith(("cluster", "hydra.searchpath=")))])
+    about_machine = [one for one in overrides if one.startswith(("cluster", "hydra.searchpath="))]
+    machine = composed(recipe.name, ["data.train=not-read", *about_machine])
     return replace(config, cluster=machine.cluster)
 
 

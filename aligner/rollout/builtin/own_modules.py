@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from aligner.errors import AlignerError, ConfigError, EngineError
+from aligner.errors import AlignerError, ConfigError
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.protocols import Replica
@@ -30,7 +30,7 @@ from aligner.rollout.builtin.sampling import GOES_ON, STOP, Draw, Sampler
 from aligner.rollout.config import RolloutConfig, VerifyRefit
 from aligner.rollout.engine import Callers, Capabilities, GenRequest, GenResult, ListedWork, Memory, Work, callers_of, check_ids, limit_of
 from aligner.rollout.engine.gate import Gate
-from aligner.rollout.engine.manifest import named_few, not_finite
+from aligner.rollout.engine.manifest import refuse_not_finite
 from aligner.types import FinishReason, Images, LogprobKind, SamplingConfig
 
 _PART = 4  # rows leave, and prompts are computed, when this part of the seats is free
@@ -182,9 +182,7 @@ class OwnModulesEngine:
         self._trained.settle()
         num_bytes = 0 if self._chunk is self._trained else self._chunk.take_weights(self._trained)
         if num_bytes or self._config.verify_refit is VerifyRefit.checksum:
-            named = dict(self._chunk.named_parameters())
-            if bad := not_finite(named):
-                raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(named)} tensors")
+            refuse_not_finite(dict(self._chunk.named_parameters()))
         self.version = version
         if self._caches is None:
             wrong = wrong_cache(self._chunk, self._config)

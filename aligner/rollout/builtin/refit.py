@@ -44,7 +44,7 @@ from aligner.rollout.builtin.weights import (
     with_adapters,
 )
 from aligner.rollout.config import LORA_LAYOUT, Precision, RolloutConfig, VerifyRefit, check_splits
-from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, along, global_manifest, named_few, not_finite
+from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, along, global_manifest, named_few, refuse_not_finite
 
 MIB = 2**20
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
@@ -74,7 +74,7 @@ class TrainingWeights:
         """Returns the bytes of the rounded copies. Raises EngineError for numbers that are not finite, if `checked`."""
         if self._checked:
             own = ((name, linear_weight(parameter).storage[-1]) for name, parameter in self._chunk.named_parameters())
-            _refuse_not_finite(dict(own))  # of packed ones the scales
+            refuse_not_finite(dict(own))  # of packed ones the scales
         return _round(self._rounded, self.named)
 
 
@@ -95,7 +95,7 @@ class SnapshotWeights(TrainingWeights):
     def fill(self) -> int:
         """Copy the policy's weights; returns the copied bytes. Raises EngineError naming weights that are not finite."""
         torch._foreach_copy_(list(self.named.values()), [self._trained[name].detach() for name in self.named])
-        _refuse_not_finite(self._trained)
+        refuse_not_finite(self._trained)
         rounded = _round(self._rounded, self._trained)
         differs = [name for name, copy in self.named.items() if self._checked and not torch.equal(copy, self._trained[name])]
         if differs:
@@ -180,7 +180,7 @@ class OwnWeights:
         return refill.bytes_per_run
 
     def _check_arrived(self, part: Sequence[Move], held: Mapping[str, Tensor], wanted: Tensor | None) -> None:
-        _refuse_not_finite(held)
+        refuse_not_finite(held)
         if wanted is None:
             return
         differs = wanted[:, self.shards.index] != found(part, held, self.shards.index)
@@ -262,11 +262,6 @@ def check_sources(moved: Sequence[Move], sources: Mapping[str, Tensor], lanes: L
     receipt = Receipt(Manifest(tensors=held), "the training weights of this rank")
     receipt.take((name, linear_weight(parameter)) for name, parameter in sources.items())
     receipt.complete()
-
-
-def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
-    if bad := not_finite(tensors):
-        raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(tensors)} tensors")
 
 
 def expected(moves: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes) -> Tensor:

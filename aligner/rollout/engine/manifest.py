@@ -163,14 +163,16 @@ def named_few(names: list[str]) -> str:
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors with a NaN or an infinity, and their numbers; one pass, and one wait for the device."""
+def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise EngineError for tensors with a NaN or an infinity, with their numbers; one pass, and one wait for the device."""
     named = [(name, tensor.detach()) for name, tensor in tensors.items() if tensor.numel()]
     if not named:
-        return []
+        return
     finite = torch.stack([largest.isfinite() for largest in magnitudes([tensor for _, tensor in named])])
     bad = [pair for pair, good in zip(named, finite.tolist(), strict=True) if not good]
-    return [f"{name} ({int((~tensor.isfinite()).sum())} of {tensor.numel()} elements)" for name, tensor in bad]
+    if bad:
+        counted = [f"{name} ({int((~tensor.isfinite()).sum())} of {tensor.numel()} elements)" for name, tensor in bad]
+        raise EngineError(f"the weights are not finite: {named_few(counted)} of {len(tensors)} tensors")
 
 
 def magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:

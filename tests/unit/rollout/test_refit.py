@@ -332,12 +332,13 @@ def test_checksums_do_not_depend_on_the_split():
 
 
 def test_what_is_not_finite_is_named_and_counted():
-    from aligner.rollout.engine.manifest import not_finite
+    from aligner.rollout.engine.manifest import refuse_not_finite
 
     good, huge = torch.randn(5), torch.tensor([3e38, 3e38])
     bad = torch.tensor([[1.0, float("nan")], [float("inf"), -float("inf")]])
-    assert not_finite({"good": good, "bad": bad, "empty": torch.zeros(0), "huge": huge}) == ["bad (3 of 4 elements)"]
-    assert not_finite({"empty": torch.zeros(0)}) == []
+    with pytest.raises(EngineError, match=r"the weights are not finite: bad \(3 of 4 elements\) of 4 tensors$"):
+        refuse_not_finite({"good": good, "bad": bad, "empty": torch.zeros(0), "huge": huge})
+    refuse_not_finite({"empty": torch.zeros(0)})
 
 
 def test_negated_weights_come_back_to_the_bit(make_model):
