@@ -61,7 +61,7 @@ class FakeDecoder:
 
 def _write(cache: PagedKV, pages: Sequence[int], position: int, token: int) -> None:
     place = 0, pages[position // cache.page_size], position % cache.page_size
-    assert place[1] != cache.scratch_page
+    assert place[1] != cache.num_pages
     cache.keys.numpy()[place], cache.values.numpy()[place] = token, position  # tensors would take most of the tests' time
 
 

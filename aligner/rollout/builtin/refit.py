@@ -85,7 +85,7 @@ class SnapshotWeights(TrainingWeights):
         super().__init__(chunk, checked=checked, precision=precision)
         self._trained = self.named
         specs = {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self.named.items() if name not in self._rounded}
-        self.named = allocated(specs)
+        self.named = allocated(specs, stacked=_stacks())
         # A group of their own: in training's the collectives of the two threads would meet.
         self.shards = replace(self.shards, group=block_group(self.shards.count))
         self._rounded = {name: replace(one, group=one.group and self.shards.group) for name, one in self._rounded.items()}
@@ -133,7 +133,7 @@ class OwnWeights:
         # The first rank's vocabulary rows: the last rank may have fewer, but all must hold equally many.
         self._specs = {move.name: TensorSpec(shape=move.target_shape(0), dtype=move.dtype) for move in self._moves}
         self._rounded = quantized_room(self._specs, precision, chunks[0].config.params_dtype, self.shards.group)
-        self.named = allocated({name: spec for name, spec in self._specs.items() if name not in self._rounded})
+        self.named = allocated({name: spec for name, spec in self._specs.items() if name not in self._rounded}, stacked=_stacks())
         parts: dict[str, list[Move]] = {}
         for move in self._moves:  # those that are rounded layer by layer, decoder.layers.NUMBER
             parts.setdefault(".".join(move.name.split(".")[:3]) if move.name in self._rounded else "", []).append(move)
@@ -212,10 +212,13 @@ def _round(rounded: Mapping[str, QuantizedWeight], sources: Mapping[str, Tensor]
     return sum(tensor.nbytes for weight in rounded.values() for tensor in weight.own)
 
 
-def allocated(specs: Mapping[str, TensorSpec], *, stacked: bool | None = None) -> dict[str, Tensor]:
-    """A tensor for each name, with any contents. `stacked` (None: on a GPU): the same matrix of all experts of a layer is one tensor, and
-    each expert has a view of it, for kernels that multiply by all of them at once."""
-    stacked = platform.device().type == "cuda" if stacked is None else stacked
+def _stacks() -> bool:
+    return platform.device().type == "cuda"
+
+
+def allocated(specs: Mapping[str, TensorSpec], *, stacked: bool) -> dict[str, Tensor]:
+    """A tensor for each name, with any contents. `stacked`: the same matrix of all experts of a layer is one tensor, and each expert has a
+    view of it, for kernels that multiply by all of them at once."""
     kinds: dict[str, dict[int, str]] = {}
     found: dict[str, Tensor] = {}
     for name, spec in specs.items():
