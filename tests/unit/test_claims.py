@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -272,13 +270,7 @@ def stale_figures() -> list[str]:
 
 
 @pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
-def test_the_figures_of_plans_are_the_planners() -> None:
+def test_the_figures_of_plans_are_the_planners(on_ranks) -> None:
     """`<!-- aligner plan CONFIG KEY=VALUE...: GiB 50.6, step 24 s -->` stands behind the text that has them. In a process of its own."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1:] == ["stale: 0"], done.stdout + done.stderr
+    assert on_ranks(stale_figures, 1, timeout=600) == [[]]
     assert len(marked()) >= 8
-
-
-if __name__ == "__main__":
-    found = stale_figures()
-    print(*found, f"stale: {len(found)}", sep="\n")

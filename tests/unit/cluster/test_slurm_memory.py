@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -26,11 +22,8 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict]:
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, env=environ, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def found(on_ranks) -> dict[str, dict]:
+    return on_ranks(jobs_and_plans, 1, timeout=600)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +51,7 @@ def asked(name: str, *settings: str) -> list[str]:
     return [line for line in out.getvalue().splitlines() if line.startswith("#SBATCH --nodes=")]
 
 
-def _main() -> None:
+def jobs_and_plans() -> dict[str, dict]:
     from aligner.commands.plan.command import load, plan_config
 
     jobs: dict[str, dict] = {
@@ -73,8 +66,4 @@ def _main() -> None:
             "gpus_per_node": config.cluster.gpus_per_node,
             **{kind: asked(name, *settings) for kind, settings in SETTINGS.items()},
         }
-    print(json.dumps(jobs))
-
-
-if __name__ == "__main__":
-    _main()
+    return jobs

@@ -209,18 +209,16 @@ def test_rank_that_rank_0_does_not_know_of_finds_out_itself():
         agreement.check(store, record(3, world_size=4), timeout_seconds=1)
 
 
-def test_single_process_needs_no_launcher():
-    program = """
-import torch
-from aligner.parallel import launch
-world = launch.initialize("gloo", timeout_seconds=10, fingerprint="f", environ={})
-one = torch.ones(1)
-torch.distributed.all_reduce(one)
-launch.shutdown()
-print(world.world_size, world.source.value, one.item())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["1", "single", "1.0"], done.stderr
+def test_single_process_needs_no_launcher(on_ranks):
+    assert on_ranks(reduced_alone, 1) == [(1, "single", 1.0)]
+
+
+def reduced_alone() -> tuple[int, str, float]:
+    world = launch.initialize("gloo", timeout_seconds=10, fingerprint="f", environ={})
+    one = torch.ones(1)
+    torch.distributed.all_reduce(one)
+    launch.shutdown()
+    return world.world_size, world.source.value, one.item()
 
 
 ALONE = """

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import plan_parts
@@ -72,25 +68,16 @@ def test_the_reference_and_what_is_exchanged_are_the_adapters_alone() -> None:
 
 
 @pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
-def test_the_dense_twins_of_mixtures_have_adapters_where_the_experts_have() -> None:
+def test_the_dense_twins_of_mixtures_have_adapters_where_the_experts_have(on_ranks) -> None:
     """In a process of its own: the layers are run in a fake world. Families whose files have no dense feed-forward layer included."""
-    done = subprocess.run(
-        [sys.executable, __file__],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    kept = json.loads(done.stdout)
+    (kept,) = on_ranks(kept_by_layers, 1)
     assert set(kept) == {"mixtral", "qwen3_moe", "gpt_oss"}
     for family, (attention, dense, experts) in kept.items():
         assert attention == dense, family  # fc1 and fc2 are of dense layers
         assert experts is None if family == "gpt_oss" else experts > attention, family
 
 
-def _measure() -> None:
+def kept_by_layers() -> dict[str, list[int | None]]:
     """Bytes that a layer keeps, by family: adapters of the attention, of that and the feed-forward layers, of that and the experts."""
     found = {}
     for family in ("mixtral", "qwen3_moe", "gpt_oss"):
@@ -111,8 +98,4 @@ def _measure() -> None:
             else None
             for targets in (["qkv"], ["qkv", "fc1", "fc2"], ["qkv", "experts"])
         ]
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    _measure()
+    return found

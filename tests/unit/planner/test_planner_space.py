@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
+from typing import Any
 
 import plan_parts
 import pytest
@@ -90,12 +87,9 @@ def test_the_host_updates_where_it_may():
 
 
 @pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
-def test_all_weights_of_70b_fit_on_two_nodes_with_the_optimizer_on_the_host():
+def test_all_weights_of_70b_fit_on_two_nodes_with_the_optimizer_on_the_host(on_ranks):
     """In a process of its own: plans have a world."""
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, env=environ, check=False)
-    assert done.returncode == 0, done.stderr
-    h100, h200 = json.loads(done.stdout.splitlines()[-1])
+    ((h100, h200),) = on_ranks(fastest_of_70b, 1, timeout=600)
     assert h100["settings"]["optimizer.cpu_offload"] == "true" and h100["fits"] and h100["gpus"] == 16
     assert h200["fits"] and "optimizer.cpu_offload" not in h200["settings"]  # it is not needed
 
@@ -161,16 +155,12 @@ def replace_gpus(search: _Search, gpus: int) -> None:
     search.found(0.0)
 
 
-def _search() -> None:
-    """The fastest layouts of 70B on two nodes, of H100 and of H200."""
+def fastest_of_70b() -> list[dict[str, Any]]:
+    """On two nodes, of H100 and of H200."""
     layout = ["rollout.asynchronous.max_staleness=0", "parallel.tp=4", "parallel.pp=4"]
     typed = [*layout, "model.recompute=none", "model.micro_batch_tokens=8192"]
     found = []
     for cluster in ([], ["cluster=dgx_h200"]):
         (best,) = _Search("grpo_70b", [*cluster, *typed], PlanOptions(gpus=16)).rows(16, all_of_them=False)
         found.append({"settings": dict(best.settings), "fits": not best.job.problems, "gpus": best.gpus})
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    _search()
+    return found
