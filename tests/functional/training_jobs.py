@@ -164,7 +164,8 @@ def kill(pid: int) -> None:
         pass  # it has ended meanwhile
 
 
-def eventually(condition: Callable[[], bool], timeout_seconds: float) -> bool:
+def eventually(condition: Callable[[], object], timeout_seconds: float = 60.0) -> bool:
+    """Whether it comes true in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:

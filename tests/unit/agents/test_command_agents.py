@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from training_jobs import eventually
 
 from aligner.agents import AgentOutcome, SessionAccess
 from aligner.agents.command import CommandAgents, passed_on
@@ -128,15 +128,6 @@ def alive(pids: list[int]) -> list[int]:
             return False
 
     return [pid for pid in pids if runs(pid)]
-
-
-def eventually(condition, seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.mark.parametrize("how", ["stop", "close"])

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from training_jobs import eventually
 
 from aligner.errors import EngineError
 from aligner.loop.loop import Clock
@@ -105,16 +106,9 @@ class Ahead:
 
     def rest(self, count: int) -> None:
         """Wait until the thread has begun so many rounds and ended them."""
-        eventually(lambda: len(self.steps.begun) == count and self.steps.steps == count * LENGTH)
+        assert eventually(lambda: len(self.steps.begun) == count and self.steps.steps == count * LENGTH)
         time.sleep(0.02)
         assert len(self.steps.begun) == count
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -163,7 +157,7 @@ def test_a_round_under_way_goes_on_with_new_weights(make_ahead):
     assert ahead.take(1).rollouts[0].response == (0,) * LENGTH
     for _ in range(2):
         allowed.release()
-    eventually(lambda: ahead.steps.steps == LENGTH + 2)  # of round 2
+    assert eventually(lambda: ahead.steps.steps == LENGTH + 2)  # of round 2
     ahead.trained()
     for _ in range(LENGTH - 2):
         allowed.release()

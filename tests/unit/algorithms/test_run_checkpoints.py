@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_jobs import eventually
 
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import CheckpointError, ConfigError, ServerUnreachable
@@ -268,19 +269,12 @@ def published(run: RunCheckpointer, session: Session) -> bool:
     return bool(steps(session))
 
 
-def wait_until(condition, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_save_is_published_by_a_later_poll(session, model) -> None:
     run = keeper(session, model, asynchronous=True)
     run.save(3, {"at": 3}, {})
     assert steps(session) == []
     model.version += 1  # the training goes on
-    wait_until(lambda: published(run, session))
+    assert eventually(lambda: published(run, session))
     run.poll()
     run.wait()
     assert steps(session) == [3] and run.settle() == 3
@@ -323,7 +317,7 @@ def test_a_critic_that_dies_does_not_cost_the_policys_part(session, model, value
     run.save(3, {}, {})
     critic.futures[0].set_exception(ServerUnreachable("the critic is gone"))
     with pytest.raises(ServerUnreachable):
-        wait_until(lambda: published(run, session))
+        assert eventually(lambda: published(run, session))
     assert run.settle() == 3 and steps(session) == [3]
 
 
@@ -339,7 +333,7 @@ def test_an_error_of_the_writer_comes_with_a_poll(session, model, monkeypatch) -
     monkeypatch.setattr(async_save, "_write_bucket", broken)
     run.save(2, {}, {})
     with pytest.raises(CheckpointError, match="No space left"):
-        wait_until(lambda: (run.poll(), False)[1])
+        assert eventually(lambda: (run.poll(), False)[1])
     assert run.settle() == 1 and steps(session) == [1]
 
 

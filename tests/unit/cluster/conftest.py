@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from training_jobs import eventually
 
 from aligner.cluster import lease as leases
 from aligner.cluster.run_directory import RunDirectory
@@ -102,9 +103,7 @@ class World:
         """Do it in another thread when an actor has said `lasts`."""
 
         def act() -> None:
-            deadline = time.monotonic() + 30
-            while not (self.folder / "actor.lasts").exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            eventually((self.folder / "actor.lasts").exists)
             action()
 
         threading.Thread(target=act).start()

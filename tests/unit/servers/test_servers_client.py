@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from training_jobs import eventually
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 
@@ -247,9 +248,7 @@ def test_a_critic_that_is_replaced_is_brought_to_where_the_client_is(critic: Fak
         assert client.train(value_batch(step), step).result(10)["value/loss"] == weight
     critic.close()
     successor = FakeCriticHTTP(tmp_path)
-    deadline = time.monotonic() + 20
-    while successor.critic.model.weight != weight and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert eventually(lambda: successor.critic.model.weight == weight)
     assert successor.asked() == ["critic_status", "critic_train", "critic_train"]
     other = make_client(PATIENT, journal=None)
     other.follow(client.mark)

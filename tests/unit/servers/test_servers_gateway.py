@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from training_jobs import eventually
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -233,10 +234,7 @@ def test_connections_with_the_secret_are_limited(serving: Serving) -> None:
         assert (status, headers["Retry-After"]) == (429, "1")
         assert json.loads(body)["error"] == "3 connections are open (server.max_connections); try again"
         held.pop().close()
-        deadline = time.monotonic() + 20
-        while (status := served.ask("GET", "/v2")[0]) == 429 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert status == 200
+        assert eventually(lambda: served.ask("GET", "/v2")[0] == 200)
         for connection in held:
             connection.close()
 
@@ -247,10 +245,7 @@ def test_a_flood_of_strangers_takes_no_place_from_the_run(serving: Serving, monk
     with serving(max_connections=4) as served:
         held = hold(served, 2 * gateway.STRANGERS, first)
         assert served.infer()[0] == 200
-        deadline = time.monotonic() + 20
-        while (left := sum(map(is_open, held))) > gateway.STRANGERS and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert left <= gateway.STRANGERS
+        assert eventually(lambda: sum(map(is_open, held)) <= gateway.STRANGERS)
         for connection in held:
             connection.close()
 
@@ -264,10 +259,7 @@ def test_strangers_have_little_time(serving: Serving, monkeypatch: pytest.Monkey
         (alive,) = hold(served, 1, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 200 " in alive.recv(1000)
         strangers = [alive, *hold(served, 2), *hold(served, 1, b"GET /v2 HT")]
-        deadline = time.monotonic() + 20
-        while any(map(is_open, strangers)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not any(map(is_open, strangers))
+        assert eventually(lambda: not any(map(is_open, strangers)))
         assert is_open(known)
         known.close()
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from training_jobs import eventually
 
 from aligner.algorithms.ppo import TrainPPO
 from aligner.data.vision import ImageStore
@@ -236,18 +237,12 @@ def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path)
     )
     parent = subprocess.Popen([sys.executable, "-c", code, processes.__file__, mark, str(workspace)], stdout=subprocess.PIPE, text=True)
     dog = int(parent.stdout.readline())
-    for _ in range(400):  # between fork and exec the child still has its parent's environment
-        if processes_with_variable(mark):
-            break
-        subprocess.run(["sleep", "0.05"], check=True)
-    assert list(processes_with_variable(mark).values()) == ["sleep 100 "]
+    # Between fork and exec the child still has its parent's environment, and no mark.
+    assert eventually(lambda: list(processes_with_variable(mark).values()) == ["sleep 100 "])
     parent.kill()
     parent.wait()
     poll = Path(f"/proc/{dog}/stat")
-    for _ in range(200):
-        if not poll.exists() or ") Z" in poll.read_text():
-            break
-        subprocess.run(["sleep", "0.05"], check=True)
+    assert eventually(lambda: not poll.exists() or ") Z" in poll.read_text())
     assert processes_with_variable(mark) == {}
     assert not workspace.exists()
 
@@ -283,10 +278,7 @@ def test_the_supervisor_remembers_the_first_failure() -> None:
     words: list[str] = []
     problems = iter([None, "first", "second"])
     supervisor = Supervisor([lambda: next(problems)], grace_seconds=60, last_words=words.append)
-    for _ in range(400):
-        if supervisor.failure():
-            break
-        subprocess.run(["sleep", "0.05"], check=True)
+    assert eventually(supervisor.failure)
     supervisor.report("from the main thread")
     assert supervisor.failure() == "first"
     supervisor.close()  # in time: no last words, and this process is still here

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training_jobs import eventually
 
 from aligner.errors import ServerError, ServerUnreachable
 from aligner.servers.processes import parent, processes_with_variable, start_ticks, zombie_children
@@ -65,9 +66,9 @@ def test_the_heartbeat_touches_the_file_and_notices_a_removal(tmp_path: Path) ->
     publication = Publication(tmp_path, registration(), heartbeat_seconds=0.02)
     path = registration_path(tmp_path, "critic")
     os.utime(path, (1, 1))
-    wait_until(lambda: read_registration(path)[1] > 10**9)
+    assert eventually(lambda: read_registration(path)[1] > 10**9)
     path.unlink()
-    wait_until(lambda: publication.failure() is not None)
+    assert eventually(lambda: publication.failure() is not None)
     assert publication.failure() == f"registration {path} was removed or taken by another server"
     publication.withdraw()
 
@@ -176,7 +177,7 @@ def test_an_earlier_attempt_is_no_server_of_this_one(tmp_path: Path, capsys: pyt
         and "belongs to attempt 41.0 and is replaced: this is attempt 42.1" in told
     )
     assert wait_for_service(tmp_path, "critic", timeout_seconds=5, attempt="42.1").incarnation == "bbbbbbbb22"
-    wait_until(lambda: old.failure() is not None)
+    assert eventually(lambda: old.failure() is not None)
     with pytest.raises(ServerError, match="was removed or taken by another server"):
         old.ready("http://late:1")
     old.withdraw()
@@ -239,14 +240,6 @@ def test_a_dead_child_is_a_zombie_until_it_is_waited_for(monkeypatch: pytest.Mon
     assert child.pid in zombie_children(os.getpid())
     child.wait()
     assert parent(child.pid) is None and child.pid not in zombie_children(os.getpid())
-
-
-def wait_until(condition) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("the condition did not come true within 10 s")
 
 
 def test_a_service_that_waits_for_its_turn_is_waited_for(tmp_path: Path) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from training_jobs import eventually
 
 from aligner.errors import ServerError, ServerTimeout
 from aligner.parallel.progress import WAIT_FOR_SERVERS, Progress
@@ -53,15 +52,12 @@ def test_one_component_at_a_time_has_the_turn(tmp_path: Path) -> None:
 
 
 def test_the_turn_of_a_dead_process_is_free(tmp_path: Path) -> None:
-    code = f"""
-import os, signal
-from pathlib import Path
-from aligner.servers.turns import Turn
-assert Turn(Path({str(tmp_path / "turn")!r}), "critic").try_take()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", code], timeout=120)
-    assert done.returncode == -9
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            Turn(tmp_path / "turn", "critic").try_take()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
     assert (tmp_path / "turn").read_text().startswith("critic")
     assert Turn(tmp_path / "turn", "actor").try_take()
 
@@ -151,14 +147,6 @@ def test_a_request_waits_for_the_devices_and_the_server_lives_on(tmp_path: Path)
     intake.close(AnswerError("stopped", status=503))
     with pytest.raises(AnswerError, match="stopped"):
         waiting.result(timeout=30)
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether it came true in time."""
-    deadline = time.monotonic() + 30
-    while not (found := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
 
 
 @pytest.mark.usefixtures("topology")
