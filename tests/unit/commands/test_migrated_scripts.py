@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +106,18 @@ def published(case: dict[str, Any], folder: Path) -> Migration:
 
 
 @pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
-def test_scripts_are_planned(tmp_path: Path) -> None:
+def test_scripts_are_planned(tmp_path: Path, on_ranks) -> None:
     """In a process of its own, which a plan needs: the scripts above, and a quarter of the published ones."""
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("planned: ") == len(SCRIPTS) + len(PUBLISHED[1::4])
+    assert on_ranks(plan_scripts, 1, tmp_path, timeout=600) == [len(SCRIPTS) + len(PUBLISHED[1::4])]
+
+
+def plan_scripts(folder: Path) -> int:
+    given = {name: of(text) for name, text in SCRIPTS.items()}
+    given |= {case["from"]: published(case, folder) for case in PUBLISHED[1::4]}
+    for script, found in given.items():
+        print("planned:", script, flush=True)
+        composes_and_plans_or_says_why(found)
+    return len(given)
 
 
 # severities and the exit code
@@ -552,11 +557,3 @@ def test_text_beside_ppo() -> None:
 def test_a_command_is_printed_as_it_is_typed() -> None:
     words = shlex.split(command_line(of(f"{OPENRLHF_SFT} --data.max_samples 256")).replace("\\\n", ""))
     assert words[:4] == ["aligner", "launch", "local", "sft"] and "data.train=[{path:'d.jsonl',max_records:256}]" in words
-
-
-if __name__ == "__main__":
-    given = {name: of(text) for name, text in SCRIPTS.items()}
-    given |= {case["from"]: published(case, Path(sys.argv[1])) for case in PUBLISHED[1::4]}
-    for script, migrated in given.items():
-        print("planned:", script, flush=True)
-        composes_and_plans_or_says_why(migrated)
