@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from aligner.models.modules.linear import linear_weight
+
 VOCAB = 61  # not a multiple of the vocabulary padding
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -183,14 +185,15 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
     router_biases = [named for named in module.named_buffers() if "e_score_correction_bias" in named[0]]
     zero_centred = getattr(getattr(module, "config", None), "model_type", "").startswith(("qwen3_next", "qwen3_5"))
     for name, parameter in (*module.named_parameters(), *router_biases):
-        noise = torch.randn(parameter.shape, generator=generator)
+        weight = linear_weight(parameter)  # which may be packed
+        noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name or ".ln_" in name:
             # Qwen3-Next and 3.5 multiply by 1 + these; around 2, their layers would make rounding errors larger than they are elsewhere.
-            parameter.copy_((0 if zero_centred and "linear_attn" not in name else 1) + 0.3 * noise)
+            weight.write((0 if zero_centred and "linear_attn" not in name else 1) + 0.3 * noise)
         elif name.endswith("A_log"):  # states that last for many tokens
-            parameter.copy_(noise - 3)
+            weight.write(noise - 3)
         else:
-            parameter.copy_(noise * (0.5 if "bias" in name or "sinks" in name else 0.2))
+            weight.write(noise * (0.5 if "bias" in name or "sinks" in name else 0.2))
 
 
 def write(name: str, directory: Path) -> None:

@@ -169,15 +169,15 @@ class Packing:
         return (codes * scales).to(dtype)
 
     def room(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-        """What `pack` makes, of any contents, for numbers of this shape."""
+        """What `pack` makes for numbers of this shape, of any codes, with scales that are NaN until it is filled."""
         rows, inputs = shape
         if self.kind is Quantization.nf4:
             codes, blocks = torch.empty(rows, inputs // 2, dtype=torch.uint8, device=device), inputs // PACKED_BLOCK
         else:
             codes, blocks = torch.empty(rows, inputs, dtype=torch.int8, device=device), 1
         if self.nesting is None:
-            return codes, torch.empty(rows, blocks, dtype=torch.float32, device=device)
-        second = torch.empty(self.nesting.count, 2, dtype=torch.float32, device=device)
+            return codes, torch.full((rows, blocks), torch.nan, dtype=torch.float32, device=device)
+        second = torch.full((self.nesting.count, 2), torch.nan, dtype=torch.float32, device=device)
         return codes, torch.empty(rows, blocks, dtype=torch.uint8, device=device), second
 
 

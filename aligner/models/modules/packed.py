@@ -27,6 +27,7 @@ from aligner.models.modules.chunk import global_name
 from aligner.models.modules.layers import KINDS, SPLIT_INPUTS, LayerModules
 from aligner.models.modules.linear import Nesting, PackedWeight, Packing, linear_weight, numbered
 from aligner.parallel import mcore
+from aligner.parallel.collectives import raise_everywhere
 
 LINEARS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.linears))  # the layers with a packed form
 
@@ -144,6 +145,17 @@ def whole_packing(weight: Tensor, kind: Quantization, dtype: torch.dtype, *, nes
         return Packing(kind, dtype, None)
     (numbers,), count = numbered([(weight.shape[0], weight.shape[1] // PACKED_BLOCK)], weight.device)
     return Packing(kind, dtype, None, Nesting.of(lambda scales: [scales], (numbers, count)))
+
+
+def check_filled(chunks: Sequence[Any]) -> None:
+    """Raise ConfigError on every rank if a packed weight on any has scales that are not finite. Collective if the model is packed."""
+    kind = chunks[0].quantization
+    if not kind.is_on:
+        return
+    scales = [linear_weight(p).storage[1:] for chunk in chunks for p in chunk.parameters()]
+    bad = sum(not all(bool(one.isfinite().all()) for one in of_weight) for of_weight in scales)
+    error = f"model.quantization={kind.value}: {bad} weights are not finite, or nothing has filled them; allowed: other weights, or none"
+    raise_everywhere(ConfigError(error) if bad else None)
 
 
 @contextmanager

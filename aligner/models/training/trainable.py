@@ -23,6 +23,7 @@ from aligner.models.modules.chunk import Chunk, WeightGather, WholeChunk
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.linear import weight_storage
 from aligner.models.modules.noise import noise_of
+from aligner.models.modules.packed import check_filled
 from aligner.models.modules.router import AuxiliaryLosses, loss_count, routers, take_metrics
 from aligner.models.modules.scalar_head import PolicyHead
 from aligner.models.modules.shared_prompts import prompt_keys
@@ -158,6 +159,7 @@ class TrainableModel:
         optimizer = training.optimizer
         self.topology = topology
         self.chunks = [chunk.to(platform.device()) for chunk in chunks]
+        check_filled(self.chunks)
         self.micro_batches = MicroBatching(rows=training.micro_batch_size, tokens=training.micro_batch_tokens, packed=training.packing)
         for chunk in self.chunks:
             chunk.vision = training.sees

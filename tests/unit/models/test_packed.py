@@ -19,11 +19,13 @@ from aligner.models.architecture.divisible import check_together
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Architecture, Dtype, Family, Layers, LoraConfig, LoraTarget, ModelConfig, Quantization, Recompute
 from aligner.models.modules import linear
+from aligner.models.modules.build import build_model
 from aligner.models.modules.linear import Packing, weight_storage
 from aligner.models.modules.packed import LINEARS
 from aligner.models.modules.peft import export_adapters, save_peft
 from aligner.models.training.offload import HostMemory
 from aligner.models.training.policy import ReferencePolicy
+from aligner.models.training.trainable import TrainableModel, Training
 from aligner.models.weights import save_hf
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.dry_run import LiveStorage
@@ -141,6 +143,17 @@ def test_int8_has_a_scale_for_each_row():
     numbers, scales = packing.pack(weight)
     assert numbers.tolist() == [[127, -63, 1], [0, 0, 0], [-127, 64, 0]] and scales.flatten().tolist() == pytest.approx([1, 0, 2 / 127])
     torch.testing.assert_close(packing.unpack(numbers, scales, dtype=torch.float32)[2], torch.tensor([-2.0, 128 / 127, 0.0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_nothing_has_filled_are_refused(kind, topology):
+    """Memory without contents is often 0: such a model has zeros for weights, and its adapters no gradient."""
+    model = ModelConfig(dtype=Dtype.float32, quantization=kind, lora=LoraConfig(rank=4, targets=ALL))
+    sizes = Architecture(family=Family.llama, num_layers=2, hidden_size=128, ffn_hidden_size=192, num_attention_heads=4, vocab_size=VOCAB)
+    message = rf"model.quantization={kind.value}: 8 weights are not finite, or nothing has filled them; allowed: other weights, or none"
+    with pytest.raises(ConfigError, match=message):
+        TrainableModel(build_model(sizes, model, ParallelConfig(), load=True), topology, Training(optimizer=None))
+    TrainableModel(build_model(sizes, model, ParallelConfig(), load=False), topology, Training(optimizer=None))
 
 
 @pytest.mark.parametrize(("kind", "most"), [(Quantization.nf4, 0.57), (Quantization.int8, 1.04)])

@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import HF_MODELS, SIZES, randomize
-from packed_models import adam, codes, equal, make_batch, rollouts_of, rounded, train
+from packed_models import adam, codes, equal, make_batch, packed, rollouts_of, rounded, train
 from safetensors.torch import load_file, save_file
 
 from aligner.models.checkpoint import checkpoint
-from aligner.models.config import LoraConfig, LoraTarget, Quantization
+from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Quantization
+from aligner.models.create import create_policy
+from aligner.models.families import architecture_from_hf
 from aligner.models.modules.linear import weight_storage
+from aligner.models.training.trainable import Training
 from aligner.models.weights import export_hf, save_hf
+from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.builtin.refit import TrainingWeights
 from aligner.rollout.builtin.weights import tensors
 from aligner.rollout.config import RolloutConfig, VerifyRefit
@@ -144,3 +148,21 @@ def test_the_engine_samples_from_the_packed_weights_in_place(name, kind, make, l
     decoder.fixed_shapes = True  # as on a GPU: every expert on all tokens
     assert logprob_gap(policy, rollouts_of(engine, policy)).max() < 1e-4
     engine.shutdown()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mixtral", "nf4"), ("deepseek_v3", "int8"), ("qwen3_next", "double")])
+def test_random_weights_are_packed_too(name, kind, topology):
+    """A model without `model.path` has what a dense one draws, packed, and its adapters learn."""
+    architecture = architecture_from_hf(WIDE | HF_MODELS[name] | MODELS[name][0])
+    how = {"dtype": Dtype.float32, "make_vocab_divisible_by": 8, "lora": LoraConfig(rank=4, targets=targets(name))}
+    models = [ModelConfig(**how, **more) for more in (settings(kind), {})]
+    ours, dense = (create_policy(one, architecture, ParallelConfig(), topology, Training(optimizer=adam())) for one in models)
+    drawn = dict(dense.module.named_parameters())
+    names = [name for name, parameter in ours.module.named_parameters() if hasattr(parameter, "packed")]
+    assert len(names) >= MODELS[name][1]
+    for weight, own in zip(packed(ours), names, strict=True):
+        assert drawn[own].std() > 5e-3  # initializer_range=0.02, and smaller for what is added to the residual stream
+        assert torch.equal(weight.read(), weight.packing.unpack(*weight.packing.pack(drawn[own].detach()), dtype=torch.float32))
+    losses = train(ours, 3)
+    assert losses[2] < losses[0]
+    assert all(p.main_grad.any() for p in ours.module.parameters() if p.requires_grad)
