@@ -159,10 +159,11 @@ def _parameter(name: str, parameter: Tensor) -> Parameter:
 
 
 class LiveStorage(TorchDispatchMode):
-    """Current and peak bytes of the still referenced storages that operations made while it is active."""
+    """Current and peak bytes of the still referenced storages that operations made while it is active; with `device`, of those there."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "") -> None:
         super().__init__()
+        self._device = device
         self.live = 0
         self.peak = 0
         self._known: set[int] = set()
@@ -172,7 +173,7 @@ class LiveStorage(TorchDispatchMode):
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given:  # else a view, or an operation in place
+            if storage._cdata not in given and self._device in ("", tensor.device.type):  # else a view, or an operation in place
                 self._add(storage)
         return result
 

@@ -103,9 +103,9 @@ class HFChunk(WholeChunk):
         if model.lora.is_on:
             attach(self, model.lora)
         if self.quantization.is_on:
-            self.hf.to(platform.device())  # whose kernels pack: a scale may have other last bits on another
-            names = packed_linears(architecture, self.quantization)
-            pack_linears(self.hf, names, self.quantization, dtype, nested=self.double_quantization)
+            names, nested = packed_linears(architecture, self.quantization), self.double_quantization
+            # The device's kernels pack: a scale may have other last bits on another.
+            pack_linears(self.hf, names, self.quantization, dtype, platform.device(), nested=nested)
 
     @property
     def backbone(self) -> Any:

@@ -128,13 +128,16 @@ def _nesting(chunk: Any, name: str, parameter: Tensor, shape: Sequence[int]) -> 
     return Nesting.of(parts, (shard(rule.layout, full, dim=dim, num_shards=ranks, index=group.rank()), count))
 
 
-def pack_linears(module: torch.nn.Module, names: Iterable[str], kind: Quantization, dtype: torch.dtype, *, nested: bool) -> None:
-    """Pack the weights of torch's linear layers with these names, on the device on which they are."""
+def pack_linears(
+    module: torch.nn.Module, names: Iterable[str], kind: Quantization, dtype: torch.dtype, device: torch.device, *, nested: bool
+) -> None:
+    """Pack the weights of torch's linear layers with these names on a device, to which they move one at a time."""
     for name in names:
         linear = module.get_submodule(name)
         linear.weight.requires_grad_(False)
-        packing = whole_packing(linear.weight, kind, dtype, nested=nested)
-        linear.weight.data, *scales = packing.pack(linear.weight.data)
+        numbers = linear.weight.data.to(device)
+        packing = whole_packing(numbers, kind, dtype, nested=nested)
+        linear.weight.data, *scales = packing.pack(numbers)
         linear.weight.packed = (packing, tuple(scales))
         linear.__class__ = PackedLinear
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from own_models import VISION
 from packed_models import adam, codes, equal, make_batch, packed, rollouts_of, rounded, train
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GraniteConfig
 from vision_models import write_seeing
 from vision_rows import Rows, plain, reference
@@ -17,10 +18,14 @@ from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, Implementation, LoraConfig, LoraTarget, ModelConfig, Quantization, Recompute
 from aligner.models.create import read_architecture
+from aligner.models.families.own_modules import hf_architecture, packed_linears
+from aligner.models.modules.hf_chunk import HFChunk
+from aligner.models.modules.linear import linear_weight, operators
 from aligner.models.modules.peft import export_adapters, save_peft
 from aligner.models.weights import save_hf
+from aligner.parallel import platform
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner.dry_run import shard_parameters
+from aligner.planner.dry_run import LiveStorage, shard_parameters
 from aligner.planner.workload import Component, Head, Phase, Work
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
@@ -123,6 +128,24 @@ def test_a_run_resumes_samples_and_exports_what_it_trains(kind, make, load_polic
         merged = load_policy(path, config={"implementation": Implementation.transformers})
         torch.testing.assert_close(merged.logprobs(batch), policy.logprobs(batch), rtol=0, atol=2e-5)
     assert equal(codes(make(kind, saved)), codes(make(kind, tmp_path / "export")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_dense_layer_at_a_time_is_on_the_device(kind, monkeypatch, topology):
+    """What fake tensors take on a GPU while a model is made: the packed weights, and what it needs to pack a layer."""
+    config = GraniteConfig(vocab_size=61, max_position_embeddings=64, **(SIZES | {"num_hidden_layers": 8}))
+    model = ModelConfig(quantization=kind, dtype=Dtype.float32, lora=LoraConfig(rank=4, targets=ALL))
+    architecture = hf_architecture(config.to_dict())
+    names = packed_linears(architecture, kind)
+    operators()  # before tensors are fake
+    monkeypatch.setattr(platform, "device", lambda: torch.device("cuda", 0))
+    with FakeTensorMode(), LiveStorage("cuda") as made:
+        chunk = HFChunk(architecture, model, source=None)
+        weights = [linear_weight(chunk.hf.get_parameter(f"{name}.weight")) for name in names]
+        assert len(weights) == 7 * 8
+        stays = sum(tensor.nbytes for weight in weights for tensor in weight.storage)
+        dense = [4 * weight.shape.numel() for weight in weights]
+    assert stays < made.peak < stays + 3 * max(dense) < sum(dense)
 
 
 def test_an_engine_that_samples_while_it_trains_has_a_dense_copy(make, logprob_gap):
