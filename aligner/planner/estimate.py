@@ -36,7 +36,7 @@ from aligner.planner.times import PhaseTime, phase_times
 from aligner.planner.tower import features_seen, tower_of
 from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, StateBytes, Tower
 from aligner.rollout.builtin.weights import is_quantized
-from aligner.rollout.config import EngineKind, check_ahead, check_engine, check_precision
+from aligner.rollout.config import EngineKind, check_ahead, check_engine, check_precision, reason_to_merge
 from aligner.servers.components import SERVERS, in_section
 
 
@@ -158,6 +158,16 @@ def engine_weight_bytes(component: Component, shards: Sequence[Sequence[Sequence
     return whole + split // component.engine.tp
 
 
+def engine_sizes(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]]) -> dict[str, int]:
+    """The fields of `Sizes` about the rollout engine."""
+    weights, rounded = engine_weight_bytes(component, shards), engine_weight_bytes(component, shards, only_rounded=True)
+    engine, adapters = component.engine, 0
+    if engine is not None and not reason_to_merge(engine.settings, component.architecture, component.model.lora):
+        pairs = [[[p for p in chunk if p.is_adapter] for chunk in chunks] for chunks in shards]
+        adapters = component.dtype_bytes * whole_parameters(component, pairs)
+    return {"engine_weights": weights, "engine_rounded": rounded, "adapters": adapters}
+
+
 class Scales:
     """Measures layers and caches the results: the components and candidates of a search share most layers."""
 
@@ -227,8 +237,7 @@ def plan_component(component: Component, cluster: ClusterConfig) -> ComponentPla
         stages=tuple(states[stage] for stage in like),
         train=inference if component.optimizer is None else scales.block(component, train_micro_batches(component)),
         inference=inference,
-        engine_weights=engine_weight_bytes(component, shards),
-        engine_rounded=engine_weight_bytes(component, shards, only_rounded=True),
+        **engine_sizes(component, shards),
         tower=scales.tower(component),
     )
     counts = tuple(sum(p.numel for chunk in chunks for p in chunk) for chunks in shards)

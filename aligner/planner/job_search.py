@@ -87,7 +87,7 @@ class RoleSearch:
         self._reliefs = space.reliefs(component)
         self._lightest = self._reliefs[-1]
         self._fronts: dict[int, list[Option]] = {}
-        self._engine_weights: dict[tuple[int, int], int] = {}
+        self._engine_weights: dict[tuple[int, int], tuple[int, int]] = {}
 
     def front(self, ranks: int) -> list[Option]:
         """The options that fit on `ranks` ranks and that no other beats in everything the aim compares, fastest first."""
@@ -215,8 +215,10 @@ class RoleSearch:
         p = component.parallel
         key = (component.engine.tp, p.tp * p.ep)  # heads that several ranks share make a difference
         if key not in self._engine_weights:
-            self._engine_weights[key] = self.estimator.sizes(component).engine_weights
-        return replace(sizes, engine_weights=self._engine_weights[key])
+            own = self.estimator.sizes(component)
+            self._engine_weights[key] = own.engine_weights, own.adapters
+        weights, adapters = self._engine_weights[key]
+        return replace(sizes, engine_weights=weights, adapters=adapters)
 
     def _costs(self, passes: list[_Pass], sampling: np.ndarray) -> np.ndarray:
         train = np.array([one.times.get(Phase.train, 0.0) for one in passes])[:, None]

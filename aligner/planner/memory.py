@@ -55,6 +55,7 @@ class Sizes:
     inference: BlockBytes  # the same at the micro-batch of passes without gradient
     engine_weights: int  # weights of a rank of the rollout engine, in its own layout and the model's precision
     engine_rounded: int = 0  # those of them of which the engine keeps one byte a number
+    adapters: int = 0  # of the whole model, if a refit sends these alone
     tower: Tower | None = None  # of a model that sees
 
 

@@ -16,7 +16,7 @@ from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run, engine_memory, memory
 from aligner.planner.config import ClusterConfig
-from aligner.planner.estimate import approximate_state_bytes, check, engine_weight_bytes, frozen_bytes, replication, scales_of
+from aligner.planner.estimate import approximate_state_bytes, check, engine_sizes, frozen_bytes, replication, scales_of
 from aligner.planner.workload import BlockBytes, Component, Engine, Head, Parameter, Phase, StateBytes, stage_layers
 
 NOTICEABLE = 0.98  # part of the peak: a change that leaves more is not offered
@@ -48,10 +48,7 @@ class Estimator:
 
     def sizes(self, component: Component) -> memory.Sizes:
         """Weights and training state; no activations, which `measured` adds and times do not depend on."""
-        weights, rounded = self._engine_weights(component), self._engine_weights(component, only_rounded=True)
-        return memory.Sizes(
-            stages=self._states(component), train=NOTHING, inference=NOTHING, engine_weights=weights, engine_rounded=rounded
-        )
+        return memory.Sizes(stages=self._states(component), train=NOTHING, inference=NOTHING, **self._engine_sizes(component))
 
     def measured(self, component: Component, sizes: memory.Sizes) -> memory.Sizes:
         """The sizes with the activations of the component's micro-batches."""
@@ -79,10 +76,9 @@ class Estimator:
             return frozen_bytes(parameters)
         return approximate_state_bytes(parameters, replication(component, self.cluster, stage=1))
 
-    def _engine_weights(self, component: Component, *, only_rounded: bool = False) -> int:
+    def _engine_sizes(self, component: Component) -> dict[str, int]:
         embedding, layer, end = self._pieces_of(component)
-        layers = [layer] * component.architecture.num_layers
-        return engine_weight_bytes(component, [[embedding, *layers, end]], only_rounded=only_rounded)
+        return engine_sizes(component, [[embedding, *[layer] * component.architecture.num_layers, end]])
 
     def _pieces_of(self, component: Component) -> tuple[list[Parameter], list[Parameter], list[Parameter]]:
         """The parameters of a rank's embedding, of one layer, and of the modules after the last one."""

@@ -299,13 +299,13 @@ def expert_bytes(component: Component, weights: int, tp: int) -> float:
 
 
 def refit_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> float:
-    """New weights for the engine: copied, or gathered first if the layout differs; other packages' receive whole tensors."""
+    """New weights for the engine: copied, or gathered first if the layout differs. Other packages' receive whole tensors, or adapters."""
     if not component.engine_holds_weights:
         return 0.0
     k = kernels(component, cluster)
-    copied = k.moving(2 * sizes.engine_weights)
+    copied = k.moving(2 * (sizes.adapters or sizes.engine_weights))
     if engine.is_foreign or engine.own_ranks:
-        return copied + sizes.engine_weights * engine.tp / k.link(component.num_ranks + engine.own_ranks)
+        return copied + (sizes.adapters or sizes.engine_weights * engine.tp) / k.link(component.num_ranks + engine.own_ranks)
     return copied + (sizes.engine_weights / k.link(component.num_ranks) if component.engine_reshards else 0.0)
 
 

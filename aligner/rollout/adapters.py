@@ -10,34 +10,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from aligner.models.config import Family, LoraTarget, SeeingArchitecture
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.peft import export_adapters, pair_names, projections
-from aligner.rollout.config import EngineKind
 from aligner.rollout.engine.foreign import Adapters
 from aligner.rollout.engine.manifest import Manifest, TensorSpec, checksum
-
-
-def reason_to_merge(chunk: Chunk, engine: str) -> str:
-    """Why a refit of this engine sends whole weights; empty: the adapters alone will do, as far as is known before it has started."""
-    lora = chunk.lora
-    if not lora.is_on:
-        return "the policy has no adapters (model.lora.rank=0)"
-    if engine != EngineKind.vllm:
-        return f"rollout.engine={engine} gets whole weights here"
-    if lora.dora:
-        return "model.lora.dora=true: vLLM has no DoRA"
-    if LoraTarget.experts in lora.targets:
-        return "model.lora.targets: adapters of experts have not run in vLLM"
-    if isinstance(chunk.architecture, SeeingArchitecture):
-        return "adapters of a model of images have not run in vLLM"
-    if chunk.architecture.latent_size:
-        return "vLLM loads no weights under adapters of latent attention"
-    if chunk.architecture.family is Family.gpt2:
-        return "GPT-2's matrices are transposed in its files"
-    return ""
 
 
 def adapters_alone(chunks: Sequence[Chunk], weights: Manifest) -> Adapters:

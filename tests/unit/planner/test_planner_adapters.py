@@ -16,8 +16,10 @@ from aligner.parallel.topology import ParallelConfig
 from aligner.planner import layers, memory, times
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import measure_block
-from aligner.planner.estimate import Replication, approximate_state_bytes, state_bytes
+from aligner.planner.estimate import Replication, approximate_state_bytes, plan_component, state_bytes
+from aligner.planner.search import Estimator
 from aligner.planner.workload import BlockBytes, Component, Parameter, Phase, StateBytes
+from aligner.rollout.config import Refit, RolloutConfig
 
 
 def test_frozen_weights_have_neither_gradients_nor_optimizer_state() -> None:
@@ -65,6 +67,42 @@ def test_the_reference_and_what_is_exchanged_are_the_adapters_alone() -> None:
     linear, quadratic = layers.layer_flops(component(4), 64)
     head = 2 * 64 * 256
     assert times.model_flops(component(4), 10, 64) == 10 * (2 * (2 * linear + 3 * quadratic) + 2 * head)
+
+
+def refits() -> list[tuple[memory.Sizes, float]]:
+    """The sizes and the seconds of a refit: adapters alone, then merged ones. Two layers of 64 wide at tp 2, rank 4 on q, k, v and the
+    attention's output."""
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}
+
+    def plan(engine: str = "vllm", refit: Refit = Refit.auto, **lora: object) -> tuple[memory.Sizes, float]:
+        own = plan_parts.component(
+            num_ranks=4,
+            architecture=Architecture(**sizes, ffn_hidden_size=128),
+            model={"lora": LoraConfig(rank=4, targets=[LoraTarget.qkv, LoraTarget.proj], **lora)},
+            parallel={"tp": 2},
+            engine=plan_parts.engine(tp=2, settings=RolloutConfig(engine=engine, refit=refit)),
+        )
+        cluster = ClusterConfig(device=Device.cpu, gpus_per_node=4, hbm_gb_per_second=1, nvlink_gb_per_second=1)
+        made = plan_component(own, cluster)
+        assert Estimator(cluster).sizes(own).adapters == made.sizes.adapters
+        return made.sizes, times.refit_seconds(own, own.engine, made.sizes, cluster)
+
+    alone = [plan(refit=refit) for refit in (Refit.auto, Refit.adapters)]
+    return alone + [plan(**merged) for merged in ({"refit": Refit.merged}, {"dora": True}, {"engine": "tensorrt_llm"})]
+
+
+@pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
+def test_a_refit_of_vllm_sends_the_adapters_alone(on_ranks) -> None:
+    """Merged, it sends all weights. In a process of its own, which has joined no world."""
+    (found,) = on_ranks(refits, 1)
+    # Of a layer: A's of q, k, v and proj [4, 64] each; B's of q [64, 4], k and v [32, 4] each, of proj [64, 4]. Two bytes a number.
+    pairs = 2 * (4 * 4 * 64 + 4 * (64 + 32 + 32 + 64)) * 2
+    copied, sent = 1e9 * 0.7, 1e9 * 0.7  # bytes a second that are reached
+    for made, seconds in found[:2]:
+        assert made.adapters == pairs == 7168 and seconds == pytest.approx(2 * pairs / copied + pairs / sent)
+    for made, seconds in found[2:]:
+        whole = made.engine_weights
+        assert made.adapters == 0 and seconds == pytest.approx(2 * whole / copied + 2 * whole / sent) and whole > 10 * pairs
 
 
 @pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors

@@ -49,8 +49,8 @@ class Weighed(Estimator):
             return (StateBytes(weights=weights, gradients=0, optimizer=0),) * p.pp
         return (StateBytes(weights=weights, gradients=2 * weights, optimizer=6 * weights // component.dp),) * p.pp
 
-    def _engine_weights(self, component: Component, *, only_rounded: bool = False) -> int:
-        return 2 * PARAMETERS // component.engine.tp if component.engine is not None and not only_rounded else 0
+    def _engine_sizes(self, component: Component) -> dict[str, int]:
+        return {"engine_weights": 2 * PARAMETERS // component.engine.tp if component.engine is not None else 0}
 
     def measured(self, component: Component, sizes):
         rows = component.model.micro_batch_size
