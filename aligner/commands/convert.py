@@ -28,7 +28,8 @@ from aligner.models.checkpoint.wrapper import directory_of
 from aligner.models.config import Architecture, Dtype, HFArchitecture, ModelConfig, SeeingArchitecture
 from aligner.models.families.wrappers import can_see
 from aligner.models.modules.build import build_model
-from aligner.models.modules.scalar_head import ScalarHead, read_head
+from aligner.models.modules.heads import add_value_head
+from aligner.models.modules.scalar_head import HeadGradient, PolicyHead, ScalarHead, has_policy_head, read_head
 from aligner.models.training.trainable import TrainableModel
 from aligner.models.weights import save_hf
 from aligner.parallel import launch, platform, topology
@@ -44,6 +45,7 @@ class _Source:
     architecture: Architecture
     head: ScalarHead | None
     tokenizer: Path | None  # directory with its files
+    value_head: PolicyHead | None = None  # beside a policy's output layer
     note: str = ""  # for the user
 
     @property
@@ -52,7 +54,7 @@ class _Source:
 
     def made(self, parallel: ParallelConfig, here: Topology) -> TrainableModel:
         make = create.create_policy if self.head is None else create.create_reward_model
-        return make(self.config, self.architecture, parallel, here, create.training(self.config, None)).model
+        return make(self.config, self.architecture, parallel, here, create.training(self.config, None, value_head=self.value_head)).model
 
 
 def convert(options: ConvertOptions) -> int:
@@ -102,7 +104,9 @@ def _opened(from_hf: Path | None, from_megatron: Path | None, tokenizer: Path | 
     dtype = _dtype(path)
     config = ModelConfig(path=str(path), dtype=dtype, images=from_megatron is not None and can_see(read_json(path / CONFIG_FILE)))
     architecture = create.read_architecture(config, vocab_size=0)
-    yield _Source(path=path, dtype=dtype, architecture=architecture, head=read_head(path), tokenizer=path)
+    head = read_head(path)
+    values = PolicyHead(gradient=HeadGradient.detached, lr=0.0, min_lr=0.0) if head is None and has_policy_head(path) else None
+    yield _Source(path=path, dtype=dtype, architecture=architecture, head=head, tokenizer=path, value_head=values)
 
 
 def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> None:
@@ -122,6 +126,8 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
         chunks = source.made(parallel, here).chunks
     else:
         chunks = build_model(source.architecture, source.config, parallel, load=True, head=source.head)
+        for chunk in chunks if source.value_head is not None else ():
+            add_value_head(chunk, source.value_head.gradient)
         weights.load_source(chunks, source.path)
         create.remember_wrapper(chunks, source.path, is_trained=True)
     save_hf(chunks, target, writer=here.rank == 0)

@@ -10,9 +10,9 @@ import megatron_files
 import pytest
 import torch
 from ranks import world
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_jobs import run_aligner
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, GraniteConfig, Qwen2Config
 
 from aligner.cli import main
 from aligner.data.tokenizer import load_tokenizer
@@ -37,6 +37,18 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
+def add_values(folder: Path) -> dict[str, torch.Tensor]:
+    """A head of values beside a model, as critic.kind=head exports it."""
+    held = {"v_head.summary.weight": torch.randn(1, 32), "v_head.summary.bias": torch.randn(1)}
+    save_file(held, folder / "value_head.safetensors")
+    return held
+
+
+def same_values(folder: Path, held: dict[str, torch.Tensor]) -> bool:
+    found = load_file(folder / "value_head.safetensors")
+    return found.keys() == held.keys() and all(torch.equal(found[name], one) for name, one in held.items())
+
+
 @torch.no_grad()
 def logits(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -51,6 +63,17 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     convert("--from-megatron", tmp_path / "megatron", "--to-hf", tmp_path / "back")
     assert torch.equal(logits(tmp_path / "back"), logits(source))
     assert (tmp_path / "back" / "tokenizer.json").exists() == (source / "tokenizer.json").exists()
+    assert not (tmp_path / "back" / "value_head.safetensors").exists()
+
+
+def test_a_head_of_values_on_transformers_modules_comes_along(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(GraniteConfig(**sizes, max_position_embeddings=64)).save_pretrained(tmp_path / "source")
+    held = add_values(tmp_path / "source")
+    convert("--from-hf", tmp_path / "source", "--to-megatron", tmp_path / "megatron")
+    convert("--from-megatron", tmp_path / "megatron", "--to-hf", tmp_path / "back")
+    assert same_values(tmp_path / "back", held) and torch.equal(logits(tmp_path / "back"), logits(tmp_path / "source"))
 
 
 def convert_on_ranks(*arguments: str) -> None:
@@ -58,12 +81,14 @@ def convert_on_ranks(*arguments: str) -> None:
 
 
 def test_over_two_ranks(on_ranks, tmp_path: Path) -> None:
-    """Each holds half of the layers; the checkpoint is the one that a single process writes, and the bits come back."""
+    """Each holds half of the layers; the checkpoint is the one that a single process writes, and the bits come back, those of a head of
+    values on the second too."""
     source = random_model(tmp_path / "source")
+    held = add_values(source)
     megatron, back = str(tmp_path / "megatron"), str(tmp_path / "back")
     on_ranks(convert_on_ranks, 2, "--pp", "2", "--from-hf", str(source), "--to-megatron", megatron)
     on_ranks(convert_on_ranks, 2, "--pp", "2", "--from-megatron", megatron, "--to-hf", back)
-    assert torch.equal(logits(tmp_path / "back"), logits(source))
+    assert torch.equal(logits(tmp_path / "back"), logits(source)) and same_values(tmp_path / "back", held)
 
 
 def test_bfloat16_stays(tmp_path: Path) -> None:

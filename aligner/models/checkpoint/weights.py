@@ -26,7 +26,7 @@ from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import Adapter, make_adapters, named_adapters
 from aligner.models.modules.packed import dense, round_as
-from aligner.models.modules.scalar_head import HEAD, POLICY_HEAD, read_head
+from aligner.models.modules.scalar_head import HEAD, POLICY_HEAD, has_policy_head, read_head
 from aligner.models.weights import fill, load_hf
 from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.mcore import NEEDS_COMMON_FILE, ShardedTensor, dist_checkpointing, parallel_state, version
@@ -118,7 +118,7 @@ def _read_states(
 
 def _heads_absent(chunk: Chunk, directory: Path) -> tuple[str, ...]:
     """Prefixes of the head's parameters that the checkpoint lacks. Raises CheckpointError for a head with another number of outputs."""
-    if chunk.gives_values and POLICY_HEAD in read_marker(directory):
+    if chunk.gives_values and has_policy_head(directory):
         return ()
     head = read_head(directory) if chunk.head is not None else None
     if head is None:

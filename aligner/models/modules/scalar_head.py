@@ -102,3 +102,10 @@ def read_head(directory: Path) -> ScalarHead | None:
     labels = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # Hugging Face leaves out the default of two
     pooling = config.get("pooling") or ("last" if name.endswith(_SEQUENCES) else "tokens")
     return ScalarHead(outputs=tuple(labels[number] for number in sorted(labels, key=int)), pooling=Pooling(pooling))
+
+
+def has_policy_head(directory: Path) -> bool:
+    """Whether the policy there, in a checkpoint or in Hugging Face's files, has a head of values."""
+    if (directory / MARKER).exists():
+        return POLICY_HEAD in read_marker(directory)
+    return (directory / POLICY_HEAD_FILE).exists()
