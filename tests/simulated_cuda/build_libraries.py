@@ -27,6 +27,9 @@ OF_NVIDIA = re.compile(r"^lib(cu|nccl|nv)\w*\.so")
 # By the first two torch chooses between its attention kernels; the third is cudaErrorNoDevice, where no runtime is written.
 ANSWERS = {"cudnnGetVersion": 91900, "cudnnGetCudartVersion": 13000, "cudaGetDeviceCount": 100}
 NOT_SUPPORTED = 801  # cudaErrorNotSupported; not 0 and so an error to every other library's callers too
+TEXT = re.compile(
+    r"(cuda|cudnn|nccl|nvrtc|cublas|cusparse)\w*Get(Error|Status)(String|Name)"
+)  # answers with a text, of which errors are made
 
 
 def build_libraries(torch_libraries: Path, include: Path | None, into: Path) -> list[Path]:
@@ -65,7 +68,7 @@ def _compile(soname: str, symbols: dict[str, str], include: Path | None, into: P
     written = WRITTEN.get(soname.split(".so")[0] + ".so") if include else None
     text = written.read_text(encoding="utf-8") if written else ""
     present = set(re.findall(r"\b(\w+)\(", text))
-    stubs = "".join(f"int {name}() {{ return {ANSWERS.get(name, NOT_SUPPORTED)}; }}\n" for name in sorted(symbols) if name not in present)
+    stubs = "".join(map(_stub, sorted(symbols.keys() - present)))
     target = into / soname
     target.unlink(missing_ok=True)  # a package's own file may be a link into a cache
     source, versions = into / f"{soname}.c", into / f"{soname}.map"
@@ -89,6 +92,12 @@ def _compile(soname: str, symbols: dict[str, str], include: Path | None, into: P
     source.unlink()
     versions.unlink()
     return target
+
+
+def _stub(name: str) -> str:
+    if TEXT.fullmatch(name):
+        return f'const char *{name}() {{ return "not supported: this is a stand-in"; }}\n'
+    return f"int {name}() {{ return {ANSWERS.get(name, NOT_SUPPORTED)}; }}\n"
 
 
 def _output(*command: str) -> str:
