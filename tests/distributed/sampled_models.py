@@ -19,6 +19,8 @@ from aligner.rollout.create import create_engine
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
 VOCAB, WIDTH = 61, 20
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
+SIZES |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.25}
 SAMPLING = {"temperature": 0.9, "top_k": 40, "top_p": 0.98}
 
 
@@ -33,15 +35,16 @@ def make_inputs() -> dict[str, Any]:
     return {"prompts": [*prompts, prompts[1]], "seeds": [1, 2, 3, 4, 5, 6], "batch": batch}
 
 
-def write_model(architecture: Architecture, directory: Path) -> None:
-    """The same weights whatever was built before."""
-    chunks = build_model(architecture, ModelConfig(), ParallelConfig(), load=False, seed=3)
+def write_model(directory: Path, **fields: Any) -> Path:
+    """A model of SIZES but for these fields of its architecture; the same weights whatever was built before."""
+    chunks = build_model(Architecture(**SIZES | fields), ModelConfig(), ParallelConfig(), load=False, seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, parameter in chunks[0].named_parameters():
             if "bias" in key or "norm" in key:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     save_hf(chunks, directory, writer=True)
+    return directory
 
 
 def make_policy(directory: Path, topology, parallel: ParallelConfig, *, rows: int = 2, **fields: Any):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fake_environment import Repeats, repeats
 from layout_models import train_step
 from ranks import world
-from sampled_models import VOCAB, make_engine, make_inputs, make_policy, prompts_of, sample, write_model
+from sampled_models import make_engine, make_inputs, make_policy, prompts_of, sample, write_model
 from torch.distributed import HashStore
 from training_jobs import eventually
 
@@ -26,7 +26,7 @@ from aligner.errors import AlignerError, CheckpointError, ConfigError, EngineErr
 from aligner.loop.loop import Clock
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
-from aligner.models.config import Architecture, Family
+from aligner.models.config import Family
 from aligner.models.training.guard import Guard, GuardConfig, NonFinite
 from aligner.online import collect as rollouts_of
 from aligner.online.async_rollout_source import AsyncRolloutSource
@@ -302,11 +302,7 @@ def inputs() -> dict:
 
 @pytest.fixture(scope="module")
 def directory(topology, tmp_path_factory) -> Path:
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
-    sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.25}
-    path = tmp_path_factory.mktemp("model")
-    write_model(Architecture(family=Family.qwen2, qkv_bias=True, **sizes), path)
-    return path
+    return write_model(tmp_path_factory.mktemp("model"), family=Family.qwen2, qkv_bias=True)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from sampled_models import VOCAB, make_engine, make_inputs, make_policy, write_m
 
 from aligner.errors import EngineError
 from aligner.losses.sft import sft_loss
-from aligner.models.config import Architecture, Family
+from aligner.models.config import Family
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import AsynchronousConfig
 from aligner.rollout.live import LiveEngine, LiveRequest
@@ -158,11 +158,7 @@ def two_ranks(directory: Path, inputs: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def directory(topology, tmp_path_factory) -> Path:
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
-    sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.25}
-    path = tmp_path_factory.mktemp("model")
-    write_model(Architecture(family=Family.qwen2, qkv_bias=True, **sizes), path)
-    return path
+    return write_model(tmp_path_factory.mktemp("model"), family=Family.qwen2, qkv_bias=True)
 
 
 def test_two_ranks_answer_as_one(on_ranks, directory, topology):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import joined, laid_out
-from sampled_models import VOCAB, make_engine, make_inputs, make_policy, sample, write_model
+from sampled_models import make_engine, make_inputs, make_policy, sample, write_model
 
-from aligner.models.config import Architecture, Family
+from aligner.models.config import Family
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.builtin.refit import OwnWeights, TrainingWeights
 from aligner.rollout.config import Precision, VerifyRefit
@@ -59,11 +59,9 @@ def inputs() -> dict:
 
 @pytest.fixture(scope="module")
 def directory(topology, tmp_path_factory) -> Path:
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
-    sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.25}
     path = tmp_path_factory.mktemp("models")
     for name, fields in MODELS.items():
-        write_model(Architecture(**sizes, **fields), path / name)
+        write_model(path / name, **fields)
     return path
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from fake_foreign import FakeForeign
 from ranks import world
-from sampled_models import VOCAB, make_engine, make_inputs, make_policy, sample, write_model
+from sampled_models import make_engine, make_inputs, make_policy, sample, write_model
 
 from aligner.errors import EngineError
 from aligner.losses.sft import sft_loss
-from aligner.models.config import Activation, Architecture, Family, Normalization, PositionEmbedding
+from aligner.models.config import Activation, Family, Normalization, PositionEmbedding
 from aligner.parallel import transfer
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.topology import ParallelConfig
@@ -197,17 +197,15 @@ def in_rollout_layouts(directory: Path, topology, parallel: dict, rollout_tps: l
     return results
 
 
-def architectures() -> dict:
+def models() -> dict:
     """Tied with biases on query, key and value; tied with learned positions and biases everywhere; untied experts."""
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": VOCAB}
-    sizes |= {"max_position_embeddings": 64, "initializer_range": 0.25}
     gpt2 = {"position_embedding": PositionEmbedding.learned, "normalization": Normalization.layer_norm, "linear_bias": True}
     gpt2 |= {"gated_mlp": False, "activation": Activation.gelu_tanh, "num_key_value_heads": 4}
     experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "tied_embeddings": False}
     return {
-        "qwen2": Architecture(family=Family.qwen2, qkv_bias=True, num_key_value_heads=2, **sizes),
-        "gpt2": Architecture(family=Family.gpt2, **gpt2, **sizes),
-        "mixtral": Architecture(family=Family.mixtral, num_key_value_heads=2, **experts, **sizes),
+        "qwen2": {"family": Family.qwen2, "qkv_bias": True},
+        "gpt2": {"family": Family.gpt2, **gpt2},
+        "mixtral": {"family": Family.mixtral, **experts},
     }
 
 
@@ -219,8 +217,8 @@ def inputs() -> dict:
 @pytest.fixture(scope="module")
 def folder(topology, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("models")
-    for name, architecture in architectures().items():
-        write_model(architecture, path / name)
+    for name, fields in models().items():
+        write_model(path / name, num_layers=4, **fields)
     return path
 
 
@@ -228,7 +226,7 @@ def folder(topology, tmp_path_factory) -> Path:
 def expected(folder, topology, inputs) -> dict[str, dict]:
     """By model: what one process samples before and after the training step."""
     results = {}
-    for name in architectures():
+    for name in models():
         policy = policy_of(folder / name, topology, ParallelConfig())
         engine = engine_of(policy, 0)
         results[name] = {"rollouts": generate(engine, inputs)}
