@@ -56,6 +56,9 @@ def _sets(name: str) -> list[str]:
 CASES = {
     "sft": Case("sft", [*TRAINER, *_sets("sft")]),
     "sft_pp2": Case("sft", [*TRAINER, *_sets("sft"), "parallel.pp=2", "model.packing=true", "model.micro_batch_tokens=256"], ranks=2),
+    "sft_muon": Case("sft", [*TRAINER, *_sets("sft"), "optimizer.kind=muon", "optimizer.distributed=false"]),
+    "sft_nvme_dp2": Case("sft", [*TRAINER, *_sets("sft"), "optimizer.cpu_offload=true", "optimizer.nvme_path={data}"], ranks=2),
+    "sft_int8": Case("sft", [*TRAINER, *_sets("sft"), "model.lora.rank=4", "model.quantization=int8"]),
     "reward_model": Case("reward_model", [*TRAINER, *_sets("pairs")]),
     "regression_reward_model": Case("regression_reward_model", [*TRAINER, *_sets("labelled"), "data.attributes=[quality]"]),
     "process_reward_model": Case("process_reward_model", [*TRAINER, *_sets("steps")]),
@@ -90,6 +93,7 @@ CASES = {
     ),
     "remax": Case("grpo", [*ONLINE, "algorithm=remax", *GROUPS, "algorithm.group_size=1", "algorithm.mini_batch_size=4"]),
     "ppo": Case("ppo", [*ONLINE, "algorithm.rollouts_per_step=8", "algorithm.mini_batch_size=4", "critic.mini_batch_size=4"]),
+    "ppo_head": Case("ppo", [*ONLINE, "algorithm.rollouts_per_step=8", "algorithm.mini_batch_size=4", "critic.kind=head"]),
     "ppo_served": Case(
         "ppo",
         [*ONLINE[:-1], "reward.serve=true", "reward.model.path={runs}/reward_model/export"]

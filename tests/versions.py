@@ -31,7 +31,8 @@ from preloaded import preloaded  # noqa: E402
 FOLDER = ROOT / "build" / "versions"
 SHOWN = ("torch", "transformers", "megatron-core", "numpy", "nvidia-pytriton")
 LEFT_OUT = {"simpo", "dpo_precomputed", "kto_precomputed", "remax"}  # other settings of recipes that run all the same
-RESUMED = ("sft", "sft_pp2", "grpo_dp2")
+RESUMED = ("sft", "sft_pp2", "sft_muon", "sft_nvme_dp2", "sft_int8", "grpo_dp2", "ppo_head")
+TORCH = {"sft_muon": (2, 9)}  # the oldest release that has what a case needs
 STEPS, MORE_STEPS = 3, 2  # of a case, and after the resume
 
 
@@ -120,12 +121,15 @@ def _run(*command: str, **environment: str) -> str:
 
 def smoke(folder: Path, only: Sequence[str]) -> int:
     """Run inside an environment: every case, and those that are resumed. Returns how many failed."""
+    import torch
     from same_numbers import CASES, TIMEOUT_SECONDS, arguments, run, write_data
 
     folder.mkdir(parents=True)
     write_data(folder)
     needed = {other for name in only for other in _needs(CASES[name].settings, CASES)}
-    cases = {name: case for name, case in CASES.items() if (name in {*only, *needed} if only else name not in LEFT_OUT)}
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    possible = {name: case for name, case in CASES.items() if TORCH.get(name, release) <= release}
+    cases = {name: case for name, case in possible.items() if (name in {*only, *needed} if only else name not in LEFT_OUT)}
     failed: list[str] = []
     for number, (name, case) in enumerate(cases.items()):
         begun, directory = time.monotonic(), folder / "runs" / name

@@ -26,6 +26,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Rang
 from ranks import world
 from tiers import cases
 from torch import Tensor
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from aligner.errors import CheckpointError
 from aligner.losses.sft import sft_loss
@@ -37,7 +39,6 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.policy import ReferencePolicy
 from aligner.models.training.trainable import Training
 from aligner.parallel.collectives import gather_objects
-from aligner.parallel.mcore import dist_checkpointing
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
@@ -194,10 +195,15 @@ def local_part(shard, whole: torch.Tensor) -> torch.Tensor:
 
 
 def plain(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a part of a checkpoint, whole, by their names in the whole model."""
+    """The tensors of a part of a checkpoint, whole, by their names in the whole model. (Megatron-Core 0.19's function for it fails with
+    torch 2.15.)"""
+    reader = torch_checkpoint.FileSystemReader(directory)
+    described = reader.read_metadata().state_dict_metadata.items()
+    found = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in described if isinstance(one, TensorStorageMetadata)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: one for name, one in dist_checkpointing.load_plain_tensors(str(directory)).items() if isinstance(one, Tensor)}
+        torch_checkpoint.load(found, storage_reader=reader, no_dist=True)
+    return found
 
 
 def differing(model, directory: Path) -> dict[str, int]:
