@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch.distributed as dist
 
@@ -20,15 +19,12 @@ from aligner.hub import download
 from aligner.hub.names import HubName
 from aligner.jobs.parts import name_special_tokens
 from aligner.models import create
-from aligner.models.architecture.divisible import check_divisible
-from aligner.models.checkpoint import checkpoint, files, weights
+from aligner.models.checkpoint import checkpoint, files
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.checkpoint.wrapper import directory_of
-from aligner.models.config import Architecture, Dtype, HFArchitecture, ModelConfig, SeeingArchitecture
+from aligner.models.config import Architecture, Dtype, ModelConfig, SeeingArchitecture
 from aligner.models.families.wrappers import can_see
-from aligner.models.modules.build import build_model
-from aligner.models.modules.heads import add_value_head
 from aligner.models.modules.scalar_head import HeadGradient, PolicyHead, ScalarHead, has_policy_head, read_head
 from aligner.models.training.trainable import TrainableModel
 from aligner.models.weights import save_hf
@@ -120,16 +116,7 @@ def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> Non
 def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: str) -> None:
     here = _world(parallel)
     name = from_rank_0(lambda: download.prepare(push_to)) if push_to else None  # before the work
-    check_divisible(source.architecture, parallel)
-    chunks: Sequence[Any]
-    if isinstance(source.architecture, HFArchitecture):
-        chunks = source.made(parallel, here).chunks
-    else:
-        chunks = build_model(source.architecture, source.config, parallel, load=True, head=source.head)
-        for chunk in chunks if source.value_head is not None else ():
-            add_value_head(chunk, source.value_head.gradient)
-        weights.load_source(chunks, source.path)
-        create.remember_wrapper(chunks, source.path, is_trained=True)
+    chunks = source.made(parallel, here).chunks
     save_hf(chunks, target, writer=here.rank == 0)
     from_rank_0(lambda: _write_tokenizer(source.tokenizer, target))
     if whole := chunks[0].wrapper:

@@ -36,7 +36,7 @@ from aligner.planner.times import PhaseTime, phase_times
 from aligner.planner.tower import features_seen, tower_of
 from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, StateBytes, Tower
 from aligner.rollout.builtin.weights import is_quantized
-from aligner.rollout.config import EngineKind, check_ahead, check_engine, check_precision, reason_to_merge
+from aligner.rollout.config import EngineKind, check_ahead, check_engine, check_precision
 from aligner.servers.components import SERVERS, in_section
 
 
@@ -162,7 +162,7 @@ def engine_sizes(component: Component, shards: Sequence[Sequence[Sequence[Parame
     """The fields of `Sizes` about the rollout engine."""
     weights, rounded = engine_weight_bytes(component, shards), engine_weight_bytes(component, shards, only_rounded=True)
     engine, adapters = component.engine, 0
-    if engine is not None and not reason_to_merge(engine.settings, component.architecture, component.model.lora):
+    if engine is not None and not engine.settings.reason_to_merge(component.architecture, component.model.lora):
         pairs = [[[p for p in chunk if p.is_adapter] for chunk in chunks] for chunks in shards]
         adapters = component.dtype_bytes * whole_parameters(component, pairs)
     return {"engine_weights": weights, "engine_rounded": rounded, "adapters": adapters}

@@ -225,6 +225,24 @@ class RolloutConfig:
         if self.asynchronous.max_staleness:
             self._check_asynchronous()
 
+    def reason_to_merge(self, architecture: Architecture, lora: LoraConfig) -> str:
+        """Why a refit sends whole weights; empty: the adapters alone will do, as far as is known before the engine has started."""
+        if self.refit is Refit.merged:
+            return "rollout.refit=merged"
+        if not lora.is_on:
+            return "the policy has no adapters (model.lora.rank=0)"
+        if self.engine != EngineKind.vllm:
+            return f"rollout.engine={self.engine} gets whole weights here"
+        if lora.dora:
+            return "model.lora.dora=true: vLLM has no DoRA"
+        if LoraTarget.experts in lora.targets:
+            return "model.lora.targets: adapters of experts have not run in vLLM"
+        if isinstance(architecture, SeeingArchitecture):
+            return "adapters of a model of images have not run in vLLM"
+        if architecture.latent_size:
+            return "vLLM loads no weights under adapters of latent attention"
+        return "GPT-2's matrices are transposed in its files" if architecture.family is Family.gpt2 else ""
+
     @property
     def records_routes(self) -> bool:
         """Whether rollouts have the engine's choice of experts."""
@@ -350,24 +368,3 @@ def check_splits(architecture: Architecture, *, tp: int, world_size: int) -> Non
     groups = architecture.num_key_value_heads
     if groups % tp and tp % groups:
         raise ConfigError(f"rollout.tp={tp}: must divide, or be a multiple of, the model's num_key_value_heads={groups}")
-
-
-def reason_to_merge(config: RolloutConfig, architecture: Architecture, lora: LoraConfig) -> str:
-    """Why a refit sends whole weights; empty: the adapters alone will do, as far as is known before the engine has started."""
-    if config.refit is Refit.merged:
-        return "rollout.refit=merged"
-    if not lora.is_on:
-        return "the policy has no adapters (model.lora.rank=0)"
-    if config.engine != EngineKind.vllm:
-        return f"rollout.engine={config.engine} gets whole weights here"
-    if lora.dora:
-        return "model.lora.dora=true: vLLM has no DoRA"
-    if LoraTarget.experts in lora.targets:
-        return "model.lora.targets: adapters of experts have not run in vLLM"
-    if isinstance(architecture, SeeingArchitecture):
-        return "adapters of a model of images have not run in vLLM"
-    if architecture.latent_size:
-        return "vLLM loads no weights under adapters of latent attention"
-    if architecture.family is Family.gpt2:
-        return "GPT-2's matrices are transposed in its files"
-    return ""

@@ -40,17 +40,7 @@ from aligner.rollout.adapters import adapters_alone
 from aligner.rollout.builtin.megatron import MegatronEngine
 from aligner.rollout.builtin.own_modules import OwnModulesEngine, has_states
 from aligner.rollout.builtin.refit import MIB
-from aligner.rollout.config import (
-    ENGINES,
-    EngineKind,
-    Refit,
-    RolloutConfig,
-    ShareWork,
-    VerifyRefit,
-    check_engine,
-    check_settings,
-    reason_to_merge,
-)
+from aligner.rollout.config import ENGINES, EngineKind, Refit, RolloutConfig, ShareWork, VerifyRefit, check_engine, check_settings
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.engine.episodes import Conversing
 from aligner.rollout.engine.foreign import StreamedEngine, kept_together
@@ -157,7 +147,7 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     (Path(directory.name) / "config.json").write_text(json.dumps(hf))
     is_own = isinstance(chunk, HFChunk)
     manifest = manifest_of(kept_together(chunk.file_outline())) if is_own else hf_manifest(sizes, dtype)
-    reason = reason_to_merge(config, chunk.architecture, chunk.lora)
+    reason = config.reason_to_merge(chunk.architecture, chunk.lora)
     adapters = None if reason else adapters_alone(policy.chunks, manifest)
     lora = None if adapters is None else adapters.manifest
     given = {"tp": tp, "eos_id": eos_id, "weight_bytes": manifest.num_bytes, "lora": lora}

@@ -90,9 +90,8 @@ def operators(setting: str = "model.quantization=nf4", others: str = "int8, none
 
 @dataclass(frozen=True, slots=True)
 class Nesting:
-    """Scales in 8 bits (double quantization): codes of what is left of a matrix's scales without their mean, with a float32 scale for each
-    256 of them. The matrices are Hugging Face's whole ones, each by itself; every rank has the second scales of all, and codes of its own.
-    """
+    """Scales in 8 bits (double quantization): codes of a matrix's scales without their mean, with a float32 scale for each 256 of them.
+    The matrices are Hugging Face's whole ones, each by itself; every rank has the second scales of all, and codes of its own."""
 
     parts: Callable[[Tensor], list[Tensor]]  # this rank's scales [rows, scales of a row] -> the matrices' whole ones; collective
     starts: Tensor  # [rows, 1]: the number of a row's first scale among all matrices', each of which has a multiple of 256 numbers

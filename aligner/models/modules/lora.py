@@ -7,14 +7,12 @@ in the paper (section 4.3) and in PEFT. Without dropout: what scales the layer's
 
 With `model.lora.init=pissa` it becomes W x + scaling (B A - B0 A0) x with the frozen first pair (`aligner.models.modules.peft`).
 
-A layer that holds several of Hugging Face's projections (query, key and value; gate and up) has a pair for each of them, so that an adapter
-is one of PEFT's, too. The A's lie one below the other and are one product; each B gives its own rows of the fused output.
+A layer that holds several of Hugging Face's projections (query, key and value; gate and up) has a pair for each of them, as PEFT's adapters
+do. The A's lie one below the other and are one product; each B gives its own rows of the fused output.
 
-Tensor parallelism splits the pairs as it splits W, and only [tokens, rank] is exchanged. Where W's output is split, A is on every rank and
-B is split: A x is gathered from the parts of a sequence, or its gradient is summed. Where W's input is split, A is split and A x is summed
-(reduce-scattered under sequence parallelism), and B is on every rank. An expert's tokens are exchanged outside of it, for adapter and
-weight together; there the gradients of what is on every rank are summed instead. A magnitude lies as its B does; the squares of a row that
-is split are summed.
+Tensor parallelism splits the pairs as it splits W, and only [tokens, rank] is exchanged. Where W's output is split, A is on every rank;
+where its input is split, B is. An expert's tokens are exchanged outside of it, for adapter and weight together; there the gradients of what
+is on every rank are summed instead. A magnitude lies as its B does; the squares of a row that is split are summed.
 """
 
 from __future__ import annotations
@@ -99,11 +97,8 @@ class AdapterSite:
 
 
 class Adapter(torch.nn.Module):
-    """The pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; with DoRA the magnitudes `m` by part, [rows, 1];
-    with PiSSA what the pairs began with, `a0` and `b0`, frozen.
-
-    All are this rank's shares.
-    """
+    """This rank's shares of the pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; with DoRA the magnitudes
+    `m` by part, [rows, 1]; with PiSSA what the pairs began with, `a0` and `b0`, frozen."""
 
     def __init__(
         self, site: AdapterSite, lora: LoraConfig, process_groups: mcore.ProcessGroupCollection, *, sequence_parallel: bool

@@ -25,7 +25,7 @@ from aligner.models.families.mapping import shard, to_hf, to_megatron
 from aligner.models.families.own_modules import PREFIX, packed_linears
 from aligner.models.modules.chunk import global_name
 from aligner.models.modules.layers import KINDS, SPLIT_INPUTS, LayerModules
-from aligner.models.modules.linear import Nesting, PackedWeight, Packing, linear_weight, numbered
+from aligner.models.modules.linear import LinearWeight, Nesting, PackedWeight, Packing, linear_weight, numbered
 from aligner.parallel import mcore
 from aligner.parallel.collectives import raise_everywhere
 
@@ -101,15 +101,14 @@ class PackedLinear(torch.nn.Linear):
 def nest(chunk: Any) -> None:
     """Give the packed weights of a chunk scales in 8 bits, of any contents."""
     for name, parameter in _layers(chunk, Quantization.nf4):
-        packing = parameter.packed[0]
-        nesting = _nesting(chunk, name, parameter, linear_weight(parameter).shape)
-        packing = replace(packing, nesting=nesting)
-        _, *scales = packing.room(linear_weight(parameter).shape, parameter.device)
+        weight = linear_weight(parameter)
+        packing = replace(parameter.packed[0], nesting=_nesting(chunk, name, weight))
+        _, *scales = packing.room(weight.shape, weight.device)
         parameter.packed = (packing, tuple(scales))
 
 
-def _nesting(chunk: Any, name: str, parameter: Tensor, shape: Sequence[int]) -> Nesting:
-    """Of the weight of the layer `name`, of whose numbers this rank has ones of this shape."""
+def _nesting(chunk: Any, name: str, weight: LinearWeight) -> Nesting:
+    """Of the weight of the layer `name`, of which this rank has this share."""
     rule = replace(weight_names(chunk.architecture).find(f"{name}.weight"), transposed=False)  # blocks lie along the inputs here
     group = chunk.pg_collection.expt_tp if ".local_experts." in name else chunk.pg_collection.tp
     dim, ranks = (1 if name.rsplit(".", 1)[-1] in SPLIT_INPUTS else 0), group.size()
@@ -120,10 +119,10 @@ def _nesting(chunk: Any, name: str, parameter: Tensor, shape: Sequence[int]) -> 
         blocks = [share.chunk(rule.layout.blocks if dim == 0 else 1) for share in shares]
         return to_hf(rule, torch.cat([torch.cat(block, dim=dim) for block in zip(*blocks, strict=True)]), chunk.architecture)
 
-    whole = [shape[0], shape[1] // PACKED_BLOCK]
+    whole = [weight.shape[0], weight.shape[1] // PACKED_BLOCK]
     whole[dim] *= ranks
     outline = to_hf(rule, torch.empty(whole, device="meta"), chunk.architecture)
-    numbers, count = numbered([one.shape for one in outline], parameter.device)
+    numbers, count = numbered([one.shape for one in outline], weight.device)
     full = to_megatron(rule, numbers, chunk.architecture, 0)
     return Nesting.of(parts, (shard(rule.layout, full, dim=dim, num_shards=ranks, index=group.rank()), count))
 
@@ -189,7 +188,7 @@ def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype, *, n
                     f"parallel.{'etp' if of_expert else 'tp'}={group.size()}: {name} has {weight.shape[1]} inputs on each rank, and the "
                     f"adapters are of weights in nf4, of which {PACKED_BLOCK} share a scale; allowed: fewer ranks"
                 )
-            nesting = _nesting(chunk, name, weight, weight.shape) if nested else None
+            nesting = _nesting(chunk, name, linear_weight(weight)) if nested else None
             packing = Packing(kind, dtype, group if last in SPLIT_INPUTS else None, nesting)
             weight.copy_(packing.unpack(*packing.pack(weight), dtype=dtype))
 

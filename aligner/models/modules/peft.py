@@ -208,8 +208,7 @@ def _head_name(chunk: Chunk, name: str) -> str:
 def load_peft(chunks: Sequence[Chunk], directory: Path) -> None:
     """Fill this rank's adapters from a PEFT directory, and a head that was trained with them. No communication.
 
-    Raises CheckpointError where the files are missing, damaged or hold other tensors than the model's adapters, ConfigError where the rank
-    or the scaling is another one than the model's, or the adapter is of another kind.
+    Raises CheckpointError for files that are missing, damaged or of other layers, ConfigError for an adapter of another kind or scaling.
     """
     config, stored = _read(directory)
     chunk = chunks[0]
@@ -223,9 +222,8 @@ def load_peft(chunks: Sequence[Chunk], directory: Path) -> None:
         raise CheckpointError(f"model.lora.path={directory}: {difference[0]} is {where} (model.lora.targets); {len(difference)} differ")
     fill_adapters(chunks, stored, directory)
     for chunk in chunks:
-        with torch.no_grad():
-            for theirs, ours in heads.items() if chunk.post_process else ():
-                _copy(chunk.get_parameter(ours), stored[theirs], directory, theirs)
+        for theirs, ours in heads.items() if chunk.post_process else ():
+            _copy(chunk.get_parameter(ours), stored[theirs], directory, theirs)
 
 
 def fill_adapters(chunks: Sequence[Chunk], stored: dict[str, Tensor], source: Path | str) -> None:
@@ -299,7 +297,6 @@ def check_peft_config(config: Mapping[str, Any], architecture: Architecture, lor
         )
 
 
-@torch.no_grad()
 def _fill(chunk: Chunk, adapter: Adapter, found: Sequence[Projection], stored: dict[str, Tensor], source: Path | str) -> None:
     ranks, index = adapter.group.size(), adapter.group.rank()
     splits_output = adapter.pairs.splits_output
@@ -319,6 +316,7 @@ def _fill(chunk: Chunk, adapter: Adapter, found: Sequence[Projection], stored: d
                 _copy(ours[part], rows.chunk(ranks)[index] if splits_output else rows, source, one.name)
 
 
+@torch.no_grad()
 def _copy(target: Tensor, found: Tensor, source: Path | str, name: str) -> None:
     if found.shape != target.shape:
         raise CheckpointError(f"{source}: a matrix of {name} is {tuple(found.shape)} on this rank, the model's {tuple(target.shape)}")
@@ -331,8 +329,8 @@ def start_from_weights(chunks: Sequence[Chunk]) -> None:
     2404.02948). Collective: every rank decomposes its share of the matrices, each of them whole, so that every layout starts the same.
 
     With W = U S V', A = sqrt(S_r / scaling) V_r' and B = U_r sqrt(S_r / scaling). The paper puts the residual W - scaling B A in W's place.
-    Here W stays, and the layer subtracts the product of the frozen first pair: the same function and gradients, nothing is rounded away,
-    and the export is an adapter of the original weights, of twice the rank, as PEFT makes it of its own.
+    Here W stays, and the layer subtracts the product of the frozen first pair: the same function and gradients, nothing is rounded away.
+    The export is an adapter of the original weights, of twice the rank.
     """
     chunk, rank, size = chunks[0], dist.get_rank(), dist.get_world_size()
     transposed = chunk.architecture.family is Family.gpt2

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,8 @@ class HostAdam(HybridDeviceOptimizer):
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> tuple[Any, ...]:
         """Groups for the host and for the device; {shard: copy} and {copy: shard} of the host's, {shard: what is updated} of all."""
         everything = [p for group in self.param_groups for p in group["params"]]
-        wanted, chosen = offload_fraction * sum(p.numel() for p in everything), []
-        for p in everything:
-            if wanted > 0:
-                chosen.append(p)
-            wanted -= p.numel()
+        *before, total = accumulate((p.numel() for p in everything), initial=0)
+        chosen = [p for p, first in zip(everything, before, strict=True) if first < offload_fraction * total]
         if self._folder:
             self.file = StateFile(Path(self._folder), [p.shape for p in chosen])
             copies = [self.file[number][0] for number in range(len(chosen))]
@@ -257,11 +255,10 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -
 
 class LossScale:
     """The loss scale of a float16 model, the same on every rank: losses are multiplied by it before the backward pass, and gradients
-    divided by it afterwards. It has no effect for other models.
+    divided by it afterwards, so that small ones do not vanish (1710.03740, section 3.2). It has no effect for other models.
 
-    float16 has three more bits of mantissa than bfloat16, so the log-probs of sampler and trainer differ by far less (2510.26788), but
-    nothing below 6e-8: the scale keeps small gradients from vanishing. It is halved when a gradient overflows, and that update is left out;
-    it doubles after a number of updates without an overflow (1710.03740, section 3.2). A power of two, it rounds nothing.
+    It is halved if a gradient overflows, and that update is left out; it doubles after a number of updates without. A power of two, it
+    rounds nothing.
     """
 
     def __init__(self, optimizer: Any = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -32,9 +33,7 @@ class StateFile:
     def __init__(self, folder: Path, shapes: Sequence[torch.Size]) -> None:
         self._folder, self._shapes = folder, shapes
         self._sizes = [4 * STATES * shape.numel() for shape in shapes]
-        self._starts = [0]
-        for size in self._sizes:
-            self._starts.append(self._starts[-1] + -(-size // _PAGE) * _PAGE)
+        self._starts = [0, *accumulate(-(-size // _PAGE) * _PAGE for size in self._sizes)]
         total = max(self._starts[-1], _PAGE)
         try:
             self._file = TemporaryFile(dir=folder, buffering=0)

@@ -1,5 +1,4 @@
-"""Offloads tensors that a phase does not need to host memory: optimizer state, gradients and, if the rollout engine has its own weights,
-the policy's parameters during sampling; everything while another process computes on the device (`aligner.servers.turns`).
+"""Offloads tensors that a phase does not need to host memory.
 
 A tensor is moved by copying its storage to the host and shrinking the storage on the device to nothing; every view into it (parameters of
 a flat buffer) stays valid and comes back with it.
@@ -51,9 +50,8 @@ class LockedMemory:
 class HostMemory:
     """A set of storages that are on the device together or in host memory together.
 
-    `kept` gives the tensors whose contents matter (it is asked again at every move: optimizer state appears with the first step), `scratch`
-    those that may come back with any contents (gradients, which are cleared before use). Host memory is kept for the next move: pages that
-    the device can read take seconds to allocate. It has the size of the tensors, up to a page for each.
+    `kept` gives the tensors whose contents matter (asked again at every move: optimizer state appears with the first step), `scratch` those
+    that may come back with any contents. Host memory is kept for the next move: pages that the device can read take seconds to allocate.
     """
 
     def __init__(self, *, kept: Callable[[], Iterable[Tensor]] = tuple, scratch: Callable[[], Iterable[Tensor]] = tuple) -> None:

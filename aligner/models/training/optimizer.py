@@ -32,9 +32,7 @@ class OptimizerKind(str, Enum):
 class OptimizerConfig:
     """AdamW with decoupled weight decay; NeMo-Aligner's PPO values are the defaults."""
 
-    kind: OptimizerKind = (
-        OptimizerKind.adam
-    )  # adam; adam8bit: moments in 8 bits (bitsandbytes); muon: hidden matrices by Muon, the rest by adam
+    kind: OptimizerKind = OptimizerKind.adam  # adam8bit: moments in 8 bits (bitsandbytes); muon: hidden matrices by Muon, the rest by adam
     lr: float = 9e-7  # learning rate after the warm-up
     min_lr: float = 9e-8  # learning rate at the end of the decay
     decay: Decay = Decay.cosine  # shape of the learning rate after the warm-up
@@ -72,6 +70,7 @@ class OptimizerConfig:
         below_1: Range = (lambda beta: 0 <= beta < 1, "must be at least 0 and below 1")
         check_range(self, "optimizer", below_1, "warmup_fraction", "beta1", "beta2", "ema_decay", "muon_momentum")
         check_range(self, "optimizer", (lambda eps: 0 < eps < 1, "must be above 0 and below 1"), "eps")
+        check_range(self, "optimizer", (lambda part: 0 < part <= 1, "must be above 0 and at most 1"), "cpu_offload_fraction")
         powers: Range = (lambda scale: 0 < scale < math.inf and math.frexp(scale)[0] == 0.5, "must be a power of two")
         check_range(self, "optimizer", powers, "initial_loss_scale", "min_loss_scale", note=", so that scaling rounds nothing")
         if not 0 <= self.lr * self.weight_decay < 1:
@@ -89,8 +88,6 @@ class OptimizerConfig:
             )
         if self.ema_decay and self.kind is not OptimizerKind.adam:
             raise ConfigError(f"optimizer.ema_decay={self.ema_decay}: not with optimizer.kind={self.kind.value}; allowed beside it: adam")
-        if not 0 < self.cpu_offload_fraction <= 1:
-            raise ConfigError(f"optimizer.cpu_offload_fraction={self.cpu_offload_fraction}: must be above 0 and at most 1")
         if self.cpu_offload and not self.distributed:
             raise ConfigError("optimizer.cpu_offload=true: needs optimizer.distributed=true")
         if self.nvme_path and not (self.cpu_offload and self.cpu_offload_fraction == 1):

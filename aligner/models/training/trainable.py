@@ -262,9 +262,8 @@ class TrainableModel:
     def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss, added: Sequence[Added] = ()) -> dict[str, Metric]:
         """One optimizer step over all rows. Collective. Returns the losses' metrics over the global batches and `optim/*`.
 
-        If a loss or the gradient is not finite, the guard decides for all ranks. It raises RunHalted or RollBack, or omits the update.
-        Where only a float16 gradient has overflowed, the update is omitted and counted in `optim/overflows`, and the loss scale is lowered.
-        After an omission, weights, optimizer, schedule and random generators are as before the call; no value of this batch is reported.
+        If a loss or the gradient is not finite, the guard raises RunHalted or RollBack on all ranks, or omits the update: everything is as
+        before then, and no value of this batch is reported. So is an update whose float16 gradient overflows, which lowers the loss scale.
         An update that leaves a parameter non-finite or absurdly large cannot be undone: the guard never continues from it.
         Raises ConfigError if a data-parallel replica would get no row.
         """
