@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from layout_models import assert_close, assert_metrics, exported, gradients, train_step
+from model_steps import save
 from own_models import VISION
 from ranks import joined, laid_out
 from vision_models import write_seeing
 from vision_rows import Rows
 
+from aligner.data.collate import rollout_batch
+from aligner.data.tokenizer import load_tokenizer
+from aligner.losses.aggregation import Aggregation
+from aligner.losses.policy import policy_loss
 from aligner.losses.sft import sft_loss
-from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Quantization
+from aligner.models.checkpoint import checkpoint
+from aligner.models.config import Dtype, Implementation, LoraConfig, LoraTarget, ModelConfig, Quantization
 from aligner.models.create import create_policy, read_architecture
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.trainable import Training
@@ -23,7 +30,8 @@ from aligner.parallel.collectives import gather_objects
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
-from aligner.types import Images, Prompt, SamplingConfig
+from aligner.types import Images, PolicyBatch, Prompt, SamplingConfig
+from aligner.types.batches import of_kind
 
 SP = {"tp": 2, "sequence_parallel": True}
 PACKED = {"packing": True, "micro_batch_tokens": 64}
@@ -99,9 +107,37 @@ def uneven(directory: Path, topology: Any) -> dict[str, Any]:
     return found | {"weights": exported(policy.model.chunks), "responses": sample(rows, policy, 0)}
 
 
-def on_three(folder: Path) -> dict[str, dict[str, Any]]:
+def grpo(directory: Path, topology: Any, fields: dict[str, Any], saved: Path) -> dict[str, Any]:
+    """Two steps on two responses each to questions with one, no, two and one images, sampled at a temperature of 1, the second by a model
+    that continues from a checkpoint: of three replicas one gets two of the eight rows."""
+    rows, policy = start(directory, topology, {}, fields)
+    tokenizer, sampling = load_tokenizer(directory).seeing(rows.vision), SamplingConfig(max_response_length=8)
+    engine = create_engine(policy, RolloutConfig(max_batch_size=3, sampling=sampling), tokenizer=tokenizer)
+    prompts = [prompt for prompt in rows.prompts() for _ in range(2)]
+    own = {one.seed: one for part in engine.generate(prompts, list(range(len(prompts))), sampling) for one in part}
+    gathered = {seed: one for part in gather_objects(own) for seed, one in part.items()}
+    sampled = rollout_batch([gathered[seed] for seed in range(len(prompts))], rows.end)
+    noise = torch.randn(2, *sampled.tokens.shape, generator=torch.Generator().manual_seed(3))
+    advantages, reference = noise[0][:, :1] * sampled.loss_mask, sampled.rollout_logprobs + 0.1 * noise[1]
+    batch = of_kind(PolicyBatch, sampled, old_logprobs=sampled.rollout_logprobs, advantages=advantages, ref_logprobs=reference)
+    clip = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "kl_coef": 0.1}
+    loss = partial(policy_loss, aggregation=Aggregation.sequence_mean, **clip)
+    found: dict[str, Any] = {"logprobs": policy.logprobs(batch), "first": train_step(policy, batch, loss)}
+    found |= {"gradients": gradients(policy.model.chunks), "responses": [one.response for _, one in sorted(gathered.items())]}
+    checkpoint_of_first = save(policy, saved, 1)
+    _, policy = start(directory, topology, {}, fields)
+    checkpoint.load(policy.model, checkpoint_of_first)
+    return found | {"sampler": sampled, "second": train_step(policy, batch, loss), "weights": exported(policy.model.chunks)}
+
+
+OWN = {"implementation": Implementation.transformers}
+GRPO = {"layers here": ("qwen3_vl", {}), "packed": ("qwen2_5_vl", PACKED), "own modules": ("qwen3_vl", OWN)}
+
+
+def on_three(folder: Path, saved: Path) -> dict[str, dict[str, Any]]:
     with joined(), laid_out({}, seed=1) as topology:
         found = {name: uneven(folder / name, topology) for name in NAMES}
+        found |= {kind: grpo(folder / name, topology, fields, saved / kind) for kind, (name, fields) in GRPO.items()}
         return found if dist.get_rank() == 0 else {}
 
 
@@ -153,10 +189,29 @@ def test_a_packed_text_part_over_two_ranks_equals_the_single_process(folder: Pat
     assert got["responses"] == expected["responses"] * 2
 
 
-def test_three_replicas_with_uneven_images_equal_the_single_process(folder: Path, topology, on_ranks) -> None:
-    for name, got in on_ranks(on_three, 3, folder)[0].items():
-        expected = uneven(folder / name, topology)
-        for step in ("first", "second"):
-            assert_metrics(got[step], expected[step])
-        assert_close(got["weights"], expected["weights"], atol=1e-5)
-        assert got["responses"] == expected["responses"]
+@pytest.fixture(scope="module")
+def three(folder: Path, on_ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return on_ranks(on_three, 3, folder, tmp_path_factory.mktemp("three"))[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_replicas_with_uneven_images_equal_the_single_process(name: str, folder: Path, topology, three) -> None:
+    got, expected = three[name], uneven(folder / name, topology)
+    for step in ("first", "second"):
+        assert_metrics(got[step], expected[step])
+    assert_close(got["weights"], expected["weights"], atol=1e-5)
+    assert got["responses"] == expected["responses"]
+
+
+@pytest.mark.parametrize("kind", GRPO)
+def test_grpo_on_three_replicas_samples_trains_and_resumes_as_one(kind: str, folder: Path, topology, three, tmp_path: Path) -> None:
+    got, (name, fields) = three[kind], GRPO[kind]
+    expected = grpo(folder / name, topology, fields, tmp_path)
+    assert got["responses"] == expected["responses"]
+    for found in (got, expected):
+        torch.testing.assert_close(found["sampler"].rollout_logprobs, found["logprobs"] * found["sampler"].loss_mask, rtol=0, atol=2e-5)
+    for step in ("first", "second"):
+        assert_metrics(got[step], expected[step])
+    assert sum("visual" in tensor for tensor in got["gradients"]) > 20 and expected["first"]["optim/grad_norm"] > 0.01
+    assert_close(got["gradients"], expected["gradients"], atol=1e-5)
+    assert_close(got["weights"], expected["weights"], atol=1e-5)
