@@ -115,3 +115,14 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """A random picture."""
     generator = torch.Generator().manual_seed(seed)
     return Image.fromarray(torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=generator).numpy())
+
+
+def write_questions(folder: Path) -> Path:
+    """Four pictures in a folder, and the file of twelve questions on no, one and two of them."""
+    for number in range(4):
+        picture(12 + 8 * number, 20, seed=number).save(folder / f"{number}.png")
+    seen: list[list[dict[str, Any]]] = [[{"type": "image", "image": f"{n}.png"} for n in numbers] for numbers in ([], [0], [1, 2])]
+    rows = [[*own, {"type": "text", "text": f"what is {number}?"}] for number in range(4) for own in seen]
+    lines = [json.dumps({"messages": [{"role": "user", "content": own}]}) for own in rows]
+    (folder / "prompts.jsonl").write_text("\n".join([*lines, ""]))
+    return folder / "prompts.jsonl"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 from safetensors.torch import load_file
-from training_jobs import launcher, run_aligner, run_job, series, write_rows
-from vision_models import picture, write_seeing
+from training_jobs import launcher, run_aligner, run_job, series
+from vision_models import write_questions, write_seeing
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 2
@@ -22,15 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3-VL, four pictures, and questions on no, one and two of them."""
     folder = tmp_path_factory.mktemp("seeing")
     write_seeing("qwen3_vl", folder / "model", num_hidden_layers=3)  # behind the last one no feature would count
-    for number in range(4):
-        picture(12 + 8 * number, 20, seed=number).save(folder / f"{number}.png")
-    parts: list[list[dict[str, Any]]] = [
-        [],
-        [{"type": "image", "image": "0.png"}],
-        [{"type": "image", "image": f"{n}.png"} for n in (1, 2)],
-    ]
-    rows = [[*own, {"type": "text", "text": f"what is {number}?"}] for number in range(4) for own in parts]
-    write_rows(folder / "prompts.jsonl", ({"messages": [{"role": "user", "content": own}]} for own in rows))
+    write_questions(folder)
     return folder
 
 

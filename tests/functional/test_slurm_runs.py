@@ -18,7 +18,11 @@ from resumed_runs import same_runs
 from slurm_cluster import Job, SlurmCluster
 from slurm_job import kill
 from slurm_runs import ENVIRONMENT, KINDS, PATIENCE_SECONDS, SMOKE, SlurmRun, run_settings
-from training_jobs import ROOT, launcher, run_job, series, steps_of
+from training_jobs import ROOT, launcher, run_job, series, steps_of, train, without_times
+from vision_models import write_questions, write_seeing
+
+from aligner.commands.parts import LaunchOptions
+from aligner.commands.slurm import launch_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
 NUM_KILLS = 30
@@ -54,6 +58,39 @@ def test_smoke(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-5:]) / 5 > 0.4  # chance gives 2 %
     assert job.successors() == [] and [one.state for one in job.gatekeepers()] in ([], ["CANCELLED"])
     assert job.orphans() == []
+
+
+@pytest.mark.slow
+def test_grpo_with_images_on_three_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A replica on each node, in two jobs, the second submitted by the first: eight responses a step, to questions with no, one and two
+    pictures. The numbers are those of one process."""
+    write_seeing("qwen3_vl", tmp_path / "model", num_hidden_layers=3)
+    pace, reward, num_steps = tmp_path / "pace", tmp_path / "varied.py", 4
+    wait = f"    time.sleep(float(open({str(pace)!r}).read()))\n"
+    score = "    return [len(set(response)) / 8 for response in responses]\n"
+    reward.write_text(f"import time\n\ndef reward(prompts, responses, answers):\n{wait}{score}")
+    pace.write_text("0")
+    model = [f"model.path={tmp_path / 'model'}", "model.images=true", "model.freeze=[]", "model.dtype=float32", "optimizer.lr=1e-3"]
+    step = ["algorithm.prompts_per_step=4", "algorithm.group_size=2", "algorithm.mini_batch_size=4", "model.micro_batch_size=1"]
+    step += ["data.max_prompt_length=120", "rollout.sampling.max_response_length=8", f"loop.max_steps={num_steps}"]
+    settings = [f"data.train={write_questions(tmp_path)}", f"reward.function.path={reward}:reward", *model, *step]
+    run_job(train("grpo"), tmp_path / "one", settings)
+    run, script = tmp_path / "three", tmp_path / "three.sub"
+    sizes = ["num_processes=3", "cluster.gpus_per_node=1", "slurm.preflight=false", "slurm.memory="]
+    assert launch_slurm("grpo", [*settings, *sizes, f"run.directory={run}"], LaunchOptions(output=script)) == 0
+    pace.write_text("5")
+    options = (f"--output={tmp_path}/%x-%j.out",)
+    job = slurm.submit(script, options=options, directory=tmp_path, cwd=ROOT, environment=ENVIRONMENT, logs=run / "logs")
+    job.until(lambda: len(steps_of(run)) > 0, "step 1", PATIENCE_SECONDS)
+    assert {process.node for process in job.processes() if "aligner.cli" in process.command} >= set(slurm.nodes)
+    job.signal(signal.SIGUSR1)
+    job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    assert len(steps_of(run)) < num_steps
+    pace.write_text("0")
+    job.next_of_run(timeout_seconds=30).wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    for got, expected in zip(without_times(run), without_times(tmp_path / "one"), strict=True):
+        assert got == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert expected["optim/grad_norm"] > 1e-3 and expected["rollout/logprob_gap"] < 1e-4
 
 
 @pytest.fixture(scope="module")
