@@ -138,13 +138,22 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, _TOWER, {"image_token_id": 50, "scale_factor": 2}),
 }
 
+# Its language model has an output layer of its own, and its processor does not say which tokens an image takes.
+BLIP2: dict[str, Any] = {
+    "vision_config": _TOWER,
+    "qformer_config": _TOWER | {"encoder_hidden_size": 32, "vocab_size": VOCAB},
+    "text_config": SIZES | {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32} | ENDS,
+    "num_query_tokens": 4,
+    "image_token_index": 50,
+}
+
 
 def write_vision(name: str, directory: Path) -> None:
     """A random model that also sees."""
-    kind, text, tower, more = VISION[name]
+    kind, text, tower, more = VISION.get(name, ("Blip2", {}, {}, {}))
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(text_config=SIZES | text, vision_config=tower, **more)
-    getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(directory)
+    own = {"text_config": SIZES | text, "vision_config": tower, **more} if name in VISION else BLIP2
+    getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")(**own)).save_pretrained(directory)
 
 
 def write_granite(directory: Path, tokenizer: Path, *, vocab_size: int, seed: int = 0, positions: int = 64, spread: float = 0.02) -> Path:

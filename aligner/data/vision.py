@@ -200,8 +200,9 @@ class Vision:
             raise ConfigError(f"{where} needs a package that is not installed: {str(error).strip().splitlines()[0]}") from error
         finally:
             logging.set_verbosity(level)
-        if getattr(processor, "image_token", None) is None or not hasattr(processor, "_process_images"):
-            raise ConfigError(f"{where} ({kind.__name__}) has no token for images, or needs another release of transformers")
+        writes_slots = getattr(kind, "replace_image_token", None) is not getattr(ProcessorMixin, "replace_image_token", None)
+        if getattr(processor, "image_token", None) is None or not writes_slots:
+            raise ConfigError(f"{where} ({kind.__name__}) does not say which tokens an image takes; allowed: records without images")
         return processor
 
 

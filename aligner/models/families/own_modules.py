@@ -205,3 +205,14 @@ def part_of(name: str, model: Any) -> Part | None:
 def is_multimodal(model: Any) -> bool:
     """Whether a `transformers` model has more than a text part."""
     return model.config.get_text_config() is not model.config
+
+
+def language_model_of(model: Any) -> Any:
+    """The module of a `transformers` model that makes logits of text: the whole, or a language model inside one that has more (BLIP-2)."""
+    inside = model.get_decoder() if is_multimodal(model) else model
+    return model if inside.get_output_embeddings() is None else inside
+
+
+def backbone_of(model: Any) -> Any:
+    """The module of a `transformers` model whose last hidden states its output layer reads: its text part."""
+    return (model.get_decoder() if is_multimodal(model) else model).base_model

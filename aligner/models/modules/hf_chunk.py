@@ -26,7 +26,17 @@ from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import HFArchitecture, ModelConfig, Part, Quantization, Recompute
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, layer_of, packed_linears, part_of
+from aligner.models.families.own_modules import (
+    PREFIX,
+    auto_class,
+    backbone_of,
+    hf_config,
+    is_multimodal,
+    language_model_of,
+    layer_of,
+    packed_linears,
+    part_of,
+)
 from aligner.models.modules.chunk import WholeChunk
 from aligner.models.modules.heads import linear_head
 from aligner.models.modules.linear import linear_weight
@@ -87,7 +97,7 @@ class HFChunk(WholeChunk):
         self.dropouts = _without_dropout(self.hf)
         self.always_evaluates = False  # `probe` found that training mode has other numbers
         _keep_buffers(self.hf)
-        self._backbone = [self.hf.get_decoder() if is_multimodal(self.hf) else self.hf.base_model]  # in a list: no second name
+        self._backbone = [backbone_of(self.hf)]  # in a list: no second name
         for name, parameter in self.hf.named_parameters() if is_multimodal(self.hf) else ():
             part = part_of(name, self.hf)
             parameter.requires_grad_(parameter.requires_grad and part is not None and part not in model.freeze)
@@ -197,7 +207,7 @@ class HFChunk(WholeChunk):
             made.hf = _with_types(self._made_by.from_config(self.hf.config, dtype=self.config.params_dtype), self.config.params_dtype)
         _keep_buffers(made.hf)
         made.hf.requires_grad_(False).eval()
-        made._backbone = [made.hf.get_decoder() if is_multimodal(made.hf) else made.hf.base_model]
+        made._backbone = [backbone_of(made.hf)]
         return made
 
     @torch.no_grad()
@@ -423,7 +433,7 @@ def _same_in_training(chunk: HFChunk, tokens: Tensor, positions: Tensor) -> bool
 
 def _find_head(chunk: HFChunk, tokens: Tensor, hidden: Tensor, where: str) -> None:
     """Find the factor and the limit that make the model's logits of head @ hidden."""
-    wanted = chunk.hf(input_ids=tokens, use_cache=False).logits[0].float()
+    wanted = language_model_of(chunk.hf)(input_ids=tokens, use_cache=False).logits[0].float()
     plain = hidden.float() @ chunk.vocabulary_weight()[0].float().t()
     wanted = wanted[:, : plain.shape[1]]
     config = chunk.hf.config.get_text_config().to_dict()

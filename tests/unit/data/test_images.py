@@ -533,16 +533,24 @@ def test_a_model_that_does_not_see(chars, jsonl):
         rows(jsonl(asked(part(image=URI))), chars)
 
 
-def test_a_processor_that_does_not_load_matters_only_for_images(folders, jsonl, tmp_path):
+@pytest.mark.parametrize(
+    ("processor", "pixels", "named"),
+    [
+        ("LlavaProcessor", "NoSuch", "its image processor does not load"),
+        ("Blip2Processor", "BlipImageProcessor", r"its image processor \(Blip2Processor\) does not say which tokens an image takes"),
+    ],
+)
+def test_a_processor_of_no_use_matters_only_for_images(processor, pixels, named, folders, jsonl, tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in folders("llava").glob("*.json*"):
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "chat_template.jinja").write_bytes((folders("llava") / "chat_template.jinja").read_bytes())
-    (broken / "preprocessor_config.json").write_text('{"processor_class": "LlavaProcessor", "image_processor_type": "NoSuch"}')
+    (broken / "processor_config.json").unlink()
+    (broken / "preprocessor_config.json").write_text(json.dumps({"processor_class": processor, "image_processor_type": pixels}))
     tokenizer = load_tokenizer(broken).seeing(Vision.of([broken], tmp_path / "s"))
     assert len(rows(jsonl(asked("fine")), tokenizer)) == 1
-    with pytest.raises(ConfigError, match="its image processor does not load"):
+    with pytest.raises(ConfigError, match=named):
         rows(jsonl(asked(part(image=URI))), tokenizer)
 
 
