@@ -213,9 +213,10 @@ def _tower(component: Component, sizes: Sizes, tower: Tower, phase: Phase, stage
         passes, parallel = train_micro_batches(component), component.parallel
         seen = passes.rows * component.seen_tokens
         layers = stage_layers(component.architecture.num_layers, parallel)[0] // parallel.vpp
-        free = layers * sizes.train.layer + parts["backward workspace"] + parts.get("logits", 0)
+        behind = parts["backward workspace"] + parts.get("logits", 0)  # that begin when what is held is gone
+        own = max(seen * tower.held, seen * tower.working + tower.fixed - layers * sizes.train.layer)
         waiting = in_flight(parallel, 0, math.ceil(passes.count / parallel.vpp)) * seen * tower.kept
-        return int(waiting + max(0.0, seen * tower.working + tower.fixed - free))
+        return int(waiting + max(0.0, own - behind))
     seen = inference_micro_batches(component).rows * component.seen_tokens
     return int(max(0.0, seen * tower.forward - parts["activations"] - parts.get("logits", 0)))
 

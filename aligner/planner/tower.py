@@ -31,7 +31,8 @@ class _Moments(NamedTuple):
     """Bytes of a pass."""
 
     kept: float  # what waits for the backward pass
-    working: float  # the most that forward and backward pass hold besides
+    held: float  # what else waits until the text part's forward pass is done
+    working: float  # the most that forward and backward pass hold besides what is kept
     forward: float  # the most that a pass without gradient holds
 
 
@@ -70,7 +71,7 @@ def tower_of(component: Component) -> Tower | None:
         fewest = max(2, *(one + 1 if one >= 0 else -one for one in (used if isinstance(used, list) else [used])))
         try:
             (shape, first), (_, second) = (_of_pictures(component, whole, depth) for depth in (fewest, fewest + 1))
-        except Exception:  # of a module that takes something else
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # of a module that takes something else
             return None
     else:
         return None
@@ -85,8 +86,10 @@ def tower_of(component: Component) -> Tower | None:
         Part.projector: 1.0 + (Part.vision in trained) + (Part.projector in trained),
     }
     again = sum(forward.values()) if trained and component.model.recompute is Recompute.full else 0.0
+    unmeasured = shape.depth - fewest  # layers
     return Tower(
-        kept=first[0].kept + (shape.depth - fewest) * (second[0].kept - first[0].kept),  # with the layers that are not measured
+        kept=first[0].kept + unmeasured * (second[0].kept - first[0].kept),
+        held=first[0].held + unmeasured * (second[0].held - first[0].held),
         working=first[0].working,
         forward=first[0].forward,
         fixed=max(0, int(first[1].working)),
@@ -170,7 +173,7 @@ def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, 
     slopes = _Moments(*(a / few + b * (seen - few) for a, b in zip(by_count[0], bend, strict=True)))
     whole_depth, alone = whole.config.vision_config.num_hidden_layers, 0 if sized else side**2
     shape = _Shape(_COUNTS[0] * side**2 / few, whole_depth, own.hidden_size, whole_depth if alone else 0, alone)
-    return shape, (slopes, _Moments(0, 0, 0))
+    return shape, (slopes, _Moments(0, 0, 0, 0))
 
 
 def _drop_grad(parameter: torch.Tensor) -> None:
@@ -187,16 +190,17 @@ def _measured(tower: Any, config: Any, side: int) -> _Moments:
 
 
 def _moments(pixels: torch.Tensor, look: Callable[[], tuple[torch.Tensor, Any]]) -> _Moments:
-    """Of what makes features of pixels; what else it returns waits with them."""
+    """Of what makes features of pixels, and what else it returns."""
     with LiveStorage() as tracker, torch.no_grad():
         look()
         forward = tracker.peak
     with LiveStorage() as tracker:
-        found, held = look()
-        kept, peak = tracker.live, tracker.peak
-        del held
+        found, others = look()
+        waiting, peak = tracker.live, tracker.peak
+        del others
+        kept = tracker.live
         if found.requires_grad:
             tracker.restart()
             found.backward(torch.zeros_like(found))
             peak = max(peak, tracker.peak)
-    return _Moments(kept=kept + pixels.nbytes, working=peak - kept, forward=forward + pixels.nbytes)
+    return _Moments(kept=kept + pixels.nbytes, held=waiting - kept, working=peak - kept, forward=forward + pixels.nbytes)

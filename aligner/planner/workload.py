@@ -298,7 +298,8 @@ class Tower:
     """A vision tower. Bytes and FLOPs are of one feature: a token that an image takes."""
 
     kept: float  # bytes that wait for the backward pass, with pixels and features
-    working: float  # most bytes that training holds besides
+    held: float  # bytes that wait besides until the text part's forward pass is done
+    working: float  # most bytes that training holds besides those that are kept
     forward: float  # most bytes that a pass without gradient holds
     fixed: int  # bytes of `working` that all features share: the gradient of a weight
     patches: int  # that a feature stands for

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plan_parts import activations
-from ranks import world
+from ranks import joined, laid_out
 from transformers import AutoTokenizer
 from vision_models import write_seeing
 from vision_rows import Rows
@@ -41,6 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # (model, fiel
     "mistral3": ("mistral3", OWN, {}),
     "smolvlm": ("smolvlm", OWN, {}),
 }
+SPLIT = [name for name, (_, _, parallel) in CASES.items() if parallel]
+OWN_MODULES = [name for name, (_, fields, _) in CASES.items() if "implementation" in fields]
 
 
 def component(folder: Path, name: str, *, image_tokens: int) -> Component:
@@ -81,28 +83,38 @@ def batch(rows: Rows, folder: Path) -> LabeledBatch:
     )
 
 
-def measure(folder: Path, name: str, images: bool = True) -> tuple[int, int]:
-    """(stage, peak bytes of a step, with images or on text)."""
+def peak(folder: Path, name: str, topology: Any, *, images: bool = True) -> int:
+    """Bytes at the fullest moment of a step, with images or on text."""
     own = component(folder, name, image_tokens=1)
-    with world(CASES[name][2], seed=1) as topology:
-        rows = Rows(CASES[name][0], folder / CASES[name][0])
-        training = create.training(own.model, own.optimizer, vision=rows.vision)
-        policy = create.create_policy(own.model, own.architecture, own.parallel, topology, training)
-        given = batch(rows, folder / CASES[name][0])
-        given = given if images else replace(given, tokens=torch.full_like(given.tokens, 40), extras={})
+    rows = Rows(CASES[name][0], folder / CASES[name][0])
+    training = create.training(own.model, own.optimizer, vision=rows.vision)
+    policy = create.create_policy(own.model, own.architecture, own.parallel, topology, training)
+    given = batch(rows, folder / CASES[name][0])
+    given = given if images else replace(given, tokens=torch.full_like(given.tokens, 40), extras={})
+    policy.train_step(given, sft_loss)
+    with dry_run.LiveStorage() as tracker:
         policy.train_step(given, sft_loss)
-        with dry_run.LiveStorage() as tracker:
-            policy.train_step(given, sft_loss)
-        return topology.pp_rank, tracker.peak
+    return tracker.peak
+
+
+def measure(folder: Path, names: list[str]) -> dict[str, tuple[int, int, int]]:
+    """(stage, peak bytes of a step, of one on text if the model is `transformers`' own) of each of these cases."""
+    found = {}
+    with joined():
+        for name in names:
+            with laid_out(CASES[name][2], seed=1) as topology:
+                unseen = peak(folder, name, topology, images=False) if name in OWN_MODULES else 0
+                found[name] = topology.pp_rank, peak(folder, name, topology), unseen
+    return found
 
 
 def predict(folder: Path) -> dict[str, list[tuple[int, int]]]:
     """Of every case, by stage: activations with and without images."""
-    found = {}
+    found, cluster = {}, ClusterConfig()
     for name, (kind, *_) in CASES.items():
         rows = Rows(kind, folder / kind)
         slots = images_of(rows) * rows.vision.num_slots(rows.digests["b"])
-        own, cluster = component(folder, name, image_tokens=slots), ClusterConfig()
+        own = component(folder, name, image_tokens=slots)
         blind = replace(own, model=replace(own.model, images=False))
         plans = [plan_component(one, cluster) for one in (own, blind)]
         found[name] = [tuple(activations(plan, Phase.train, stage) for plan in plans) for stage in range(own.parallel.pp)]
@@ -122,16 +134,26 @@ def plans(folder: Path, on_ranks) -> dict[str, list[tuple[int, int]]]:
     return on_ranks(predict, 1, folder)[0]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name][1].get("implementation") is None])
-def test_activations_with_images_are_the_real_ones(name: str, folder: Path, plans, on_ranks) -> None:
-    for stage, peak in on_ranks(measure, 2 if CASES[name][2] else 1, folder, name):
-        planned, blind = plans[name][stage]
-        assert planned == pytest.approx(peak, rel=0.1)
-        assert (planned > blind) == (stage == 0)
+@pytest.fixture(scope="module")
+def alone(folder: Path, on_ranks) -> dict[str, tuple[int, int, int]]:
+    return on_ranks(measure, 1, folder, [name for name in CASES if name not in SPLIT])[0]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name][1].get("implementation") is not None])
-def test_what_images_add_to_transformers_own_modules_is_the_real_part(name: str, folder: Path, plans, on_ranks) -> None:
-    """Their text part is planned as a dense model of its sizes. LLaVA holds a layer until its text part is done that it does not use."""
-    (planned, blind), (seen, unseen) = plans[name][0], (on_ranks(measure, 1, folder, name, one)[0][1] for one in (True, False))
-    assert planned - blind == pytest.approx(seen - unseen, rel=0.2 if name == "llava" else 0.1)
+@pytest.fixture(scope="module")
+def split(folder: Path, on_ranks) -> list[dict[str, tuple[int, int, int]]]:
+    return on_ranks(measure, 2, folder, SPLIT)
+
+
+def test_activations_with_images_are_the_real_ones(plans, alone, split) -> None:
+    for name in CASES.keys() - OWN_MODULES:
+        for stage, peak, _ in [ranks[name] for ranks in (split if name in SPLIT else [alone])]:
+            planned, blind = plans[name][stage]
+            assert planned == pytest.approx(peak, rel=0.1), name
+            assert (planned > blind) == (stage == 0), name
+
+
+@pytest.mark.parametrize("name", OWN_MODULES)
+def test_what_images_add_to_transformers_own_modules_is_the_real_part(name: str, plans, alone) -> None:
+    """Their text part is planned as a dense model of its sizes."""
+    (planned, blind), (_, seen, unseen) = plans[name][0], alone[name]
+    assert planned - blind == pytest.approx(seen - unseen, rel=0.1)

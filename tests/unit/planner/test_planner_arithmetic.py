@@ -464,7 +464,18 @@ def test_seconds_of_a_vision_tower() -> None:
     another one 16. At 1 TFLOP/s and 1 TB/s."""
     own = plan_parts.component()
     fast = ClusterConfig(bf16_tflops=1.0, achievable_flops=1.0, achievable_attention=1.0, hbm_gb_per_second=1e3, achievable_bandwidth=1.0)
-    sizes = {"kept": 0, "working": 0, "forward": 0, "fixed": 0, "patches": 4, "depth": 2, "width": 8, "windowed": 1, "window": 16}
+    sizes = {
+        "kept": 0,
+        "held": 0,
+        "working": 0,
+        "forward": 0,
+        "fixed": 0,
+        "patches": 4,
+        "depth": 2,
+        "width": 8,
+        "windowed": 1,
+        "window": 16,
+    }
     tower = workload.Tower(flops=1000, trained_flops=3000, **sizes)
     products, scores, moved = 256 * 1000, 4 * 1024 * (512 + 16) * 8, layers.HIDDEN_PASSES * 1024 * 8 * 2 * 2
     expected = (products + scores + moved) * 1e-12
