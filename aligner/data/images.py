@@ -76,8 +76,7 @@ class ImageReader:
             for number, turn in enumerate(turns if isinstance(turns, list) else ()):
                 content = dict.get(turn, "content") if isinstance(turn, dict) else None
                 if isinstance(content, list) and (number_here := sum(map(is_media, content))):
-                    if number_here > self._most:
-                        raise self._too_many(number_here)
+                    self._check_number(number_here)
                     parts = [one for part in content for one in self._part(part, f"field '{name}[{number}]'", base)]
                     dict.__setitem__(turn, "content", parts)
                     found += [part for part in parts if isinstance(part, Image) and part.digest]
@@ -88,23 +87,19 @@ class ImageReader:
         for name in named:
             given = record[name]
             several = given if isinstance(given, list) and name != "video" else [given]
-            if len(several) > self._most:
-                raise self._too_many(len(several))
+            self._check_number(len(several))
             is_video = name in _VIDEO
             column = tuple(self._seen(one, f"field '{name}[{i}]'", base, is_video=is_video) for i, one in enumerate(several))
             for fields in (record, getattr(record, "origin", record)):
                 dict.__setitem__(fields, name, [image.digest for images in column for image in images])
         number = len(found) + sum(map(len, column))
-        if number > self._most:
-            raise self._too_many(number)
+        self._check_number(number)
         record.images = Found(column, number, getattr(self.config, "apply_chat_template", False), *named)
 
-    @property
-    def _most(self) -> int:
-        return int(self.config.images.max_per_record)
-
-    def _too_many(self, number: int) -> DataError:
-        return DataError(f"has {number} images, allowed: at most data.images.max_per_record={self._most}")
+    def _check_number(self, number: int) -> None:
+        most = self.config.images.max_per_record
+        if number > most:
+            raise DataError(f"has {number} images, allowed: at most data.images.max_per_record={most}")
 
     def _part(self, part: Any, what: str, base: Path | None) -> tuple[Any, ...]:
         """A part of a message, as the images that it names; anything else unchanged."""

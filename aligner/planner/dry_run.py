@@ -214,7 +214,7 @@ def measure_block(component: Component, rows: int, length: int, device: Device) 
             out = _forward(block, hidden, rotary)
             two = tracker.live
             for parameter in (p for p in block.parameters() if p.requires_grad):
-                parameter.register_post_accumulate_grad_hook(_drop_grad)
+                parameter.register_post_accumulate_grad_hook(drop_grad)
             tracker.restart()
             out.backward(torch.zeros_like(out))
             backward = max(0, tracker.peak - two)
@@ -264,7 +264,7 @@ def _without_gradient(block: Any, hidden: Tensor, rotary: Tensor | None) -> tupl
         return tracker.peak - tracker.live + hidden.numel() * hidden.element_size(), tracker.live
 
 
-def _drop_grad(parameter: Tensor) -> None:
+def drop_grad(parameter: Tensor) -> None:
     parameter.grad = None  # as Megatron-Core does once it has been added to the main gradient
 
 

@@ -18,8 +18,8 @@ import torch
 from aligner.models.config import HFArchitecture, Part, Recompute, SeeingArchitecture
 from aligner.models.families.own_modules import outline, part_of
 from aligner.models.modules.megatron_config import resolve_dtype
-from aligner.models.modules.vision import Sight, features
-from aligner.planner.dry_run import LiveStorage
+from aligner.models.modules.vision import features
+from aligner.planner.dry_run import LiveStorage, drop_grad
 from aligner.planner.workload import Component, Tower, micro_batches
 
 _COUNTS = (2, 4)  # pictures
@@ -28,12 +28,13 @@ _SIDES = (8, 16)  # merged patches along an image's sides: between two sizes mem
 
 
 class _Moments(NamedTuple):
-    """Bytes of a pass."""
+    """Bytes of a pass; of a tower's, for each feature."""
 
     kept: float  # what waits for the backward pass
     held: float  # what else waits until the text part's forward pass is done
     working: float  # the most that forward and backward pass hold besides what is kept
     forward: float  # the most that a pass without gradient holds
+    fixed: float = 0.0  # of `working`, for all features together
 
 
 def features_seen(component: Component) -> int:
@@ -88,11 +89,11 @@ def tower_of(component: Component) -> Tower | None:
     again = sum(forward.values()) if trained and component.model.recompute is Recompute.full else 0.0
     unmeasured = shape.depth - fewest  # layers
     return Tower(
-        kept=first[0].kept + unmeasured * (second[0].kept - first[0].kept),
-        held=first[0].held + unmeasured * (second[0].held - first[0].held),
-        working=first[0].working,
-        forward=first[0].forward,
-        fixed=max(0, int(first[1].working)),
+        kept=first.kept + unmeasured * (second.kept - first.kept),
+        held=first.held + unmeasured * (second.held - first.held),
+        working=first.working,
+        forward=first.forward,
+        fixed=max(0, int(first.fixed)),
         **shape._asdict(),
         flops=sum(forward.values()),
         trained_flops=sum(passes[part] * forward[part] for part in forward) + again,
@@ -109,8 +110,8 @@ def _trained(component: Component) -> set[Part]:
     return seen - set(model.freeze)
 
 
-def _fitted(component: Component, whole: Any, config: Any, depth: int) -> tuple[_Moments, _Moments]:
-    """(by feature, besides) of a tower with that many layers."""
+def _fitted(component: Component, whole: Any, config: Any, depth: int) -> _Moments:
+    """Of a tower with that many layers."""
     config = deepcopy(config)
     config.depth, merge = depth, config.spatial_merge_size
     if getattr(config, "deepstack_visual_indexes", None):
@@ -124,7 +125,7 @@ def _fitted(component: Component, whole: Any, config: Any, depth: int) -> tuple[
     small, large = (_measured(tower.train(), config, side * merge) for side in _SIDES)
     few, many = (side**2 for side in _SIDES)
     slopes = _Moments(*((b - a) / (many - few) for a, b in zip(small, large, strict=True)))
-    return slopes, _Moments(*(a - few * slope for a, slope in zip(small, slopes, strict=True)))
+    return slopes._replace(fixed=small.working - few * slopes.working)
 
 
 def _fill(module: torch.nn.Module, place: str, whole: Any, trained: set[Part]) -> None:
@@ -136,11 +137,11 @@ def _fill(module: torch.nn.Module, place: str, whole: Any, trained: set[Part]) -
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(part_of(re.sub(r"\.\d+\.", ".0.", f"{place}.{name}"), whole) in trained)
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_grad)
+            parameter.register_post_accumulate_grad_hook(drop_grad)
 
 
-def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, tuple[_Moments, _Moments]]:
-    """A tower with that many layers for pictures, small ones if its own are large: its shape, and (by feature, besides)."""
+def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, _Moments]:
+    """A tower with that many layers for pictures, small ones if its own are large."""
     config, trained = deepcopy(whole.config), _trained(component)
     own = config.vision_config
     own.num_hidden_layers, side = depth, min(own.image_size // own.patch_size, _LARGEST_SIDE)
@@ -173,20 +174,14 @@ def _of_pictures(component: Component, whole: Any, depth: int) -> tuple[_Shape, 
     slopes = _Moments(*(a / few + b * (seen - few) for a, b in zip(by_count[0], bend, strict=True)))
     whole_depth, alone = whole.config.vision_config.num_hidden_layers, 0 if sized else side**2
     shape = _Shape(_COUNTS[0] * side**2 / few, whole_depth, own.hidden_size, whole_depth if alone else 0, alone)
-    return shape, (slopes, _Moments(0, 0, 0, 0))
-
-
-def _drop_grad(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+    return shape, slopes
 
 
 def _measured(tower: Any, config: Any, side: int) -> _Moments:
     """An image of `side` x `side` patches."""
     numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    none = torch.zeros(0, dtype=torch.int64)
     pixels, grid = torch.zeros(side * side, numbers), torch.tensor([[1, side, side]])
-    sight = Sight(pixels=pixels, grid=grid, feature_of=none, positions=none)
-    return _moments(pixels, lambda: (features(tower, sight), None))
+    return _moments(pixels, lambda: (features(tower, pixels, grid), None))
 
 
 def _moments(pixels: torch.Tensor, look: Callable[[], tuple[torch.Tensor, Any]]) -> _Moments:

@@ -207,12 +207,8 @@ def is_multimodal(model: Any) -> bool:
     return model.config.get_text_config() is not model.config
 
 
-def language_model_of(model: Any) -> Any:
-    """The module of a `transformers` model that makes logits of text: the whole, or a language model inside one that has more (BLIP-2)."""
+def text_of(model: Any) -> tuple[Any, Any]:
+    """The modules of a `transformers` model that make logits of text, which may be a language model inside one that has more (BLIP-2), and
+    the last hidden states that its output layer reads."""
     inside = model.get_decoder() if is_multimodal(model) else model
-    return model if inside.get_output_embeddings() is None else inside
-
-
-def backbone_of(model: Any) -> Any:
-    """The module of a `transformers` model whose last hidden states its output layer reads: its text part."""
-    return (model.get_decoder() if is_multimodal(model) else model).base_model
+    return model if inside.get_output_embeddings() is None else inside, inside.base_model

@@ -225,7 +225,7 @@ class Transformer(Chunk, mcore.GPTModel):
         self._noise = noise
         if images is None:
             return super().forward(*args, **options)
-        found = features(self.visual, images) if self.pre_process else None
+        found = features(self.visual, images.pixels, images.grid) if self.pre_process else None
         feature_of, splits = images.feature_of, self.config.sequence_parallel
         if found is not None and splits:  # each rank embeds its part of the slots: the tower's gradient is the sum over the ranks
             found, tp = mcore.copy_to_tensor_model_parallel_region(found), self.pg_collection.tp

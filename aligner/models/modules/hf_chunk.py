@@ -26,17 +26,7 @@ from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import HFArchitecture, ModelConfig, Part, Quantization, Recompute
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.families.own_modules import (
-    PREFIX,
-    auto_class,
-    backbone_of,
-    hf_config,
-    is_multimodal,
-    language_model_of,
-    layer_of,
-    packed_linears,
-    part_of,
-)
+from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, layer_of, packed_linears, part_of, text_of
 from aligner.models.modules.chunk import WholeChunk
 from aligner.models.modules.heads import linear_head
 from aligner.models.modules.linear import linear_weight
@@ -97,7 +87,7 @@ class HFChunk(WholeChunk):
         self.dropouts = _without_dropout(self.hf)
         self.always_evaluates = False  # `probe` found that training mode has other numbers
         _keep_buffers(self.hf)
-        self._backbone = [backbone_of(self.hf)]  # in a list: no second name
+        self._backbone = [text_of(self.hf)[1]]  # in a list: no second name
         for name, parameter in self.hf.named_parameters() if is_multimodal(self.hf) else ():
             part = part_of(name, self.hf)
             parameter.requires_grad_(parameter.requires_grad and part is not None and part not in model.freeze)
@@ -153,6 +143,10 @@ class HFChunk(WholeChunk):
             hidden = (self.hf.base_model if seen else self.backbone)(**{**given, **seen}).last_hidden_state
         return hidden.transpose(0, 1).contiguous()
 
+    def own_weights(self) -> dict[str, Any]:
+        """The parameters but adapters', by their names here."""
+        return {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
+
     def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Tensor:
         return images
 
@@ -207,14 +201,14 @@ class HFChunk(WholeChunk):
             made.hf = _with_types(self._made_by.from_config(self.hf.config, dtype=self.config.params_dtype), self.config.params_dtype)
         _keep_buffers(made.hf)
         made.hf.requires_grad_(False).eval()
-        made._backbone = [backbone_of(made.hf)]
+        made._backbone = [text_of(made.hf)[1]]
         return made
 
     @torch.no_grad()
     def take_weights(self, trained: HFChunk) -> int:
         """Copy the numbers of the model whose `twin` this is, adapters merged; returns the bytes."""
         trained.settle()
-        theirs = MergedWeights({name: one for name, one in trained.named_parameters() if ADAPTER not in name}, [trained])
+        theirs = MergedWeights(trained.own_weights(), [trained])
         for name, parameter in self.named_parameters():
             parameter.copy_(theirs[name])
         return sum(parameter.nbytes for parameter in self.parameters())
@@ -222,7 +216,7 @@ class HFChunk(WholeChunk):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         """For checkpoints: every parameter but adapters', whole, with the number of its copy."""
         number = (0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True))
-        own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
+        own = self.own_weights()
         return {name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=number) for name, parameter in own.items()}
 
     def read_files(self, directory: Path, *, with_head: bool) -> None:
@@ -248,13 +242,11 @@ class HFChunk(WholeChunk):
 
     def file_tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         self.settle()
-        own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
-        yield from self._in_files(MergedWeights(own, [self] if merged else []))
+        yield from self._in_files(MergedWeights(self.own_weights(), [self] if merged else []))
 
     def file_outline(self) -> Iterator[tuple[str, Tensor]]:
         """`file_tensors` on the meta device."""
-        own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
-        weights = {name: linear_weight(parameter) for name, parameter in own.items()}
+        weights = {name: linear_weight(parameter) for name, parameter in self.own_weights().items()}
         yield from self._in_files({name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weights.items()})
 
     def _in_files(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -433,7 +425,7 @@ def _same_in_training(chunk: HFChunk, tokens: Tensor, positions: Tensor) -> bool
 
 def _find_head(chunk: HFChunk, tokens: Tensor, hidden: Tensor, where: str) -> None:
     """Find the factor and the limit that make the model's logits of head @ hidden."""
-    wanted = language_model_of(chunk.hf)(input_ids=tokens, use_cache=False).logits[0].float()
+    wanted = text_of(chunk.hf)[0](input_ids=tokens, use_cache=False).logits[0].float()
     plain = hidden.float() @ chunk.vocabulary_weight()[0].float().t()
     wanted = wanted[:, : plain.shape[1]]
     config = chunk.hf.config.get_text_config().to_dict()

@@ -54,7 +54,7 @@ def look(architecture: SeeingArchitecture, vision: Vision | None, tokens: Tensor
         raise ConfigError(f"{architecture.hf['model_type']}: the rows have images, and the model's directory no image processor")
     inputs, inside = vision.inputs([digest for row in rows for digest in row]), torch.arange(tokens.shape[1]) < lengths[:, None]
     types, grid = vision.types(tokens) * inside, inputs["image_grid_thw"]
-    counts = [part.sum() for part in (grid.prod(dim=1) // merged_patches(architecture)).split([len(row) for row in rows])]
+    counts = [part.sum() for part in feature_counts(architecture, grid).split([len(row) for row in rows])]
     types *= types.cumsum(dim=1) <= torch.stack(counts)[:, None]  # whatever else a model has written
     for row, (count, slots) in enumerate(zip(counts, types.sum(dim=1), strict=True)):
         if count != slots:
@@ -66,9 +66,9 @@ def look(architecture: SeeingArchitecture, vision: Vision | None, tokens: Tensor
     return Sight(pixels=inputs["pixel_values"], grid=grid, feature_of=numbers, positions=positions)
 
 
-def merged_patches(architecture: SeeingArchitecture) -> int:
-    """Patches that one feature stands for."""
-    return int(outline(architecture).config.vision_config.spatial_merge_size) ** 2
+def feature_counts(architecture: SeeingArchitecture, grid: Tensor) -> Tensor:
+    """The features that stand for each image, whose patches are those of a `Sight`'s grid."""
+    return grid.prod(dim=1) // outline(architecture).config.vision_config.spatial_merge_size ** 2
 
 
 def make_tower(architecture: SeeingArchitecture, model: ModelConfig, dtype: torch.dtype) -> Any:
@@ -93,9 +93,9 @@ def freeze(chunk: torch.nn.Module, architecture: SeeingArchitecture, parts: list
         parameter.requires_grad_(part not in parts)
 
 
-def features(tower: Any, sight: Sight) -> Tensor:
+def features(tower: Any, pixels: Tensor, grid: Tensor) -> Tensor:
     """[1 + deep layers, features, H]: what stands in the slots, then what is added behind the first layers."""
-    output = tower(sight.pixels.to(tower.dtype), grid_thw=sight.grid)
+    output = tower(pixels.to(tower.dtype), grid_thw=grid)
     return torch.stack([output.pooler_output, *(getattr(output, "deepstack_features", None) or [])])
 
 

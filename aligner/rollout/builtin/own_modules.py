@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from aligner.data.images import images_in
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.hf_chunk import HFChunk
@@ -133,12 +134,11 @@ class _Row:
     versions: list[tuple[int, int]] = field(default_factory=list)  # (number of the first token, weights that sampled from there on)
 
 
-Digests = tuple[str, ...]
-_Prompt = tuple[tuple[int, ...], Digests]  # tokens, and the images in their slots
+_Prompt = tuple[tuple[int, ...], tuple[str, ...]]  # tokens, and the images in their slots
 
 
 def _prompt_of(request: GenRequest) -> _Prompt:
-    return request.tokens, tuple(Images.digests(request.extras[Images.name])) if Images.name in request.extras else ()
+    return request.tokens, images_in(request.extras)
 
 
 class OwnModulesEngine:

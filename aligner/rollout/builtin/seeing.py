@@ -17,13 +17,14 @@ from aligner.data.vision import Vision
 from aligner.models.config import ModelConfig, SeeingArchitecture
 from aligner.models.families.wrappers import TOWER
 from aligner.models.modules.build import LanguageModel
-from aligner.models.modules.vision import Sight, features, look, make_tower, merged_patches
+from aligner.models.modules.vision import feature_counts, features, look, make_tower
 from aligner.parallel import platform
 from aligner.rollout.builtin.attention import SeenChunk
 from aligner.rollout.builtin.scheduler import SeenPrompt
 from aligner.rollout.config import KEPT_FEATURES
 from aligner.rollout.engine import GenRequest
 from aligner.types import Images
+from aligner.types.rows import upload
 
 
 class Eyes:
@@ -31,19 +32,16 @@ class Eyes:
 
     def __init__(self, chunk: LanguageModel, named: Mapping[str, Tensor], *, apart: bool) -> None:
         assert isinstance(chunk.architecture, SeeingArchitecture)
-        self._architecture, self._chunk = chunk.architecture, chunk
-        self._own = Vision(chunk.vision.directory, chunk.vision.store) if apart and chunk.vision is not None else None
+        self._architecture, self.vision = chunk.architecture, chunk.vision
+        if apart and self.vision is not None:
+            self.vision = Vision(self.vision.directory, self.vision.store)
         self._tower: Any = make_tower(chunk.architecture, ModelConfig(), chunk.config.params_dtype).to(platform.device()).eval()
         for name, parameter in self._tower.named_parameters():
             parameter.requires_grad_(False)
             parameter.data = named[TOWER + name].detach()
         self._firsts: dict[str, int] = {}  # the number of the first feature of each image
+        self._next = 0  # the first number that no feature has
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
-        self._patches = merged_patches(chunk.architecture)
-
-    @property
-    def vision(self) -> Vision | None:
-        return self._own or self._chunk.vision
 
     def forget(self) -> None:
         """The weights have changed."""
@@ -59,7 +57,8 @@ class Eyes:
         if sight is None:
             return None
         digests = tuple(Images.digests(row))
-        numbers = [number for digest, count in zip(digests, self._counts(sight), strict=True) for number in self._numbers(digest, count)]
+        counts = feature_counts(self._architecture, sight.grid).tolist()
+        numbers = [number for digest, count in zip(digests, counts, strict=True) for number in self._numbers(digest, count)]
         feature_of, axes = sight.feature_of[0].numpy(), sight.positions[:, 0].numpy()
         keys = tuple(token if at < 0 else -1 - numbers[at] for token, at in zip(request.tokens, feature_of.tolist(), strict=True))
         return SeenPrompt(keys=keys, digests=digests, feature_of=feature_of, axes=axes, shift=int(axes.max()) + 1 - length)
@@ -72,25 +71,20 @@ class Eyes:
         found = self._features(prompt.digests)[:, torch.from_numpy(own[slots])] if len(slots) else None
         return SeenChunk(axes=prompt.axes_of(start, end), slots=slots, features=found)
 
-    def _counts(self, sight: Sight) -> list[int]:
-        return [count // self._patches for count in sight.grid.prod(dim=1).tolist()]
-
     def _numbers(self, digest: str, count: int) -> range:
         first = self._firsts.setdefault(digest, self._next)
         self._next = max(self._next, first + count)
         return range(first, first + count)
-
-    _next = 0
 
     def _features(self, digests: Sequence[str]) -> Tensor:
         """[1 + deep layers, features, H] of these images, one's behind the other's."""
         missing = [digest for digest in dict.fromkeys(digests) if digest not in self._kept]
         if missing:
             assert self.vision is not None  # `look` has read them
-            inputs, none = self.vision.inputs(missing), torch.zeros(0, dtype=torch.int64)
-            sight = Sight(pixels=inputs["pixel_values"], grid=inputs["image_grid_thw"], feature_of=none, positions=none)
-            found = features(self._tower, sight.to(platform.device()))
-            self._kept |= zip(missing, found.split(self._counts(sight), dim=1), strict=True)
+            inputs, device = self.vision.inputs(missing), platform.device()
+            grid = inputs["image_grid_thw"]
+            found = features(self._tower, upload(inputs["pixel_values"], device), upload(grid, device))
+            self._kept |= zip(missing, found.split(feature_counts(self._architecture, grid).tolist(), dim=1), strict=True)
         for digest in digests:
             self._kept.move_to_end(digest)
         whole = torch.cat([self._kept[digest] for digest in digests], dim=1)
