@@ -29,7 +29,7 @@ from aligner.servers.gateway import Refusal
 T = TypeVar("T")
 RETRY = {"Retry-After": "1"}
 TURN_SECONDS, LONGEST_TURN = 0.04, 0.2  # tokens that the engine gives a stream within a turn are one event
-WORK_SHARE = 10  # turns are at least this many times as long as the event loop's work in one, which keeps the engine's thread from Python
+WORK_SHARE = 10  # of a turn: the event loop's work, times this, is the least that is left to the engine's thread
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -40,20 +40,21 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 class Inbox:
-    """What other threads want done in the event loop: one wake-up for all that has come meanwhile."""
+    """What other threads want done in the event loop: at once, or in turns, which keep the engine's thread from Python least."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._urgent: deque[Callable[[], None]] = deque()
         self._waiting: deque[Callable[[], None]] = deque()
         self._has_called = False
-        self._next: asyncio.TimerHandle | None = None  # the end of the turn, as long as calls come
-        self._worked = time.thread_time()
+        self._end: asyncio.TimerHandle | None = None  # of the turn, as long as calls come
+        self._began = self._worked = self._used = 0.0  # the turn: when, and this thread's and the process's CPU time then
         self._thread = ThreadPoolExecutor(1, "endpoint")
 
     def put(self, call: Callable[[], None], *, at_once: bool = True) -> None:
-        """From any thread, in order; done with the next turn of the event loop if not at once."""
-        self._waiting.append(call)
-        if not self._has_called and (at_once or self._next is None):
+        """From any thread: done now, together with all that is, or else at the turn's end."""
+        (self._urgent if at_once else self._waiting).append(call)
+        if not self._has_called and (at_once or self._end is None):
             self._has_called = True
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._run)
@@ -68,11 +69,20 @@ class Inbox:
 
     def _run(self) -> None:
         self._has_called = False
-        if self._next is not None:
-            self._next.cancel()
-        before, self._worked = self._worked, time.thread_time()
-        turn = min(max(TURN_SECONDS, WORK_SHARE * (self._worked - before)), LONGEST_TURN)
-        self._next = self._loop.call_later(turn, self._run) if self._waiting else None  # before the last look at what waits
+        if self._end is None:
+            self._next_turn()
+        while self._urgent:
+            self._urgent.popleft()()
+
+    def _next_turn(self) -> None:
+        """End a turn, unless the other threads have had too little of it: at least WORK_SHARE times what this one worked."""
+        now, worked, used = time.monotonic(), time.thread_time(), time.process_time()
+        own, length = worked - self._worked, now - self._began
+        if min(length, used - self._used - own) < WORK_SHARE * own and length < LONGEST_TURN:
+            self._end = self._loop.call_later(TURN_SECONDS / 4, self._next_turn)
+            return
+        self._began, self._worked, self._used = now, worked, used
+        self._end = self._loop.call_later(TURN_SECONDS, self._next_turn) if self._waiting else None  # before the last look at what waits
         while self._waiting:
             self._waiting.popleft()()
 

@@ -38,23 +38,29 @@ class Decoder:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special: bool = True) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._ids = list(prompt[-_BEFORE:])
-        if _BROKEN in self._decoded(self._ids):  # it begins or ends within a character
-            self._ids = []
-        self._shown = len(self._ids)  # of `_ids`: those whose text has been given
+        self._ids: list[int] = []  # the latest, which decide how the next are spelled
+        self._keep(list(prompt[-_BEFORE:]))
+        if _BROKEN in self._text:  # it begins or ends within a character
+            self._keep([])
 
     def feed(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The text that these ids add."""
         self._ids += ids
-        before, whole = (self._decoded(part) for part in (self._ids[: self._shown], self._ids))
+        whole = self._decoded(self._ids)
         if whole.endswith(_BROKEN) and not last:
             return ""
-        if not whole.startswith(before):
-            before, whole = "", self._decoded(self._ids[self._shown :])
-        if len(whole) > len(before):  # the next ids need only these in front of them, which begin with a character
-            self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
-        return whole[len(before) :]
+        if not whole.startswith(self._text):
+            self._ids, self._text = self._ids[self._shown :], ""
+            whole = self._decoded(self._ids)
+        new = whole[len(self._text) :]
+        if new and len(self._ids) > _BEFORE:  # the next ids need only these in front of them, which begin with a character
+            self._keep(self._ids[self._shown :])
+        else:
+            self._text, self._shown = whole, len(self._ids)
+        return new
+
+    def _keep(self, ids: list[int]) -> None:
+        self._ids, self._text, self._shown = ids, self._decoded(ids), len(ids)  # of `_ids`: the text, and how many it is of
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special=self._skip_special)
