@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from aligner.endpoint.generation import Edge, Generation
@@ -97,21 +97,21 @@ def _content(content: Any, where: str) -> Any:
     return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)
 
 
-def _item(ask: Ask, place: int, piece: Piece, *, ended: bool = True) -> dict[str, Any]:
+def _item(ask: Ask, place: int, piece: Piece, drawn: Sequence[dict[str, Any]] = (), *, ended: bool = True) -> dict[str, Any]:
     about = {"status": "completed" if ended else "in_progress"}
     if piece.kind == CALL:
         arguments = piece.arguments if ended else ""
         call = {"type": "function_call", "id": f"fc_{ask.id}_{place}", "call_id": piece.id, "name": piece.name}
         return call | {"arguments": arguments} | about
-    part = [_part(piece)] if ended else []
+    part = [_part(piece, drawn)] if ended else []
     if piece.kind == CONTENT:
         return {"type": "message", "id": f"msg_{ask.id}_{place}", "role": "assistant", "content": part} | about
     return {"type": "reasoning", "id": f"rs_{ask.id}_{place}", "summary": [], "content": part} | about
 
 
-def _part(piece: Piece) -> dict[str, Any]:
+def _part(piece: Piece, drawn: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     if piece.kind == CONTENT:
-        return {"type": "output_text", "text": piece.text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": piece.text, "annotations": [], "logprobs": list(drawn)}
     return {"type": "reasoning_text", "text": piece.text}
 
 
@@ -140,7 +140,8 @@ def whole(generation: Generation) -> dict[str, Any]:
 
 
 async def stream(generation: Generation) -> AsyncIterator[dict[str, Any]]:
-    numbers = itertools.count()
+    (choice,), ask, numbers = generation.choices, generation.ask, itertools.count()
+    told, drawn = 0, list[dict[str, Any]]()  # tokens in deltas, and the log-probs of a text: of all that was drawn since the one before
 
     def event(kind: str, **more: Any) -> dict[str, Any]:
         return {"type": f"response.{kind}", "sequence_number": next(numbers), **more}
@@ -148,25 +149,31 @@ async def stream(generation: Generation) -> AsyncIterator[dict[str, Any]]:
     for kind in ("created", "in_progress"):
         yield event(kind, response=_response(generation, ended=False))
     async for edge, place, piece in generation.blocks():
-        item = _item(generation.ask, place, piece, ended=edge is Edge.end)
+        new: list[dict[str, Any]] = []
+        if edge is Edge.begin:
+            drawn = []
+        elif piece.kind == CONTENT and ask.logprobs:
+            parts, told = slice(told, choice.reply.num_tokens), choice.reply.num_tokens
+            new = chat_logprobs(generation.model, choice.ids[parts], choice.logprobs[parts], choice.tops[parts])
+            drawn += new
+        item = _item(ask, place, piece, drawn, ended=edge is Edge.end)
         at: dict[str, Any] = {"item_id": item["id"], "output_index": place}
-        is_call, in_part = piece.kind == CALL, at | {"content_index": 0}
-        name, more = ("output_text", {"logprobs": []}) if piece.kind == CONTENT else ("reasoning_text", {})
+        in_part, is_text = at | {"content_index": 0}, piece.kind == CONTENT
+        name = "output_text" if is_text else "reasoning_text"
         if edge is Edge.begin:
             yield event("output_item.added", output_index=place, item=item)
-            if not is_call:
-                yield event("content_part.added", **in_part, part=_part(piece))
-        elif edge is Edge.grow:
-            if is_call:
-                yield event("function_call_arguments.delta", **at, delta=piece.arguments)
-            else:
-                yield event(f"{name}.delta", **in_part, delta=piece.text, **more)
-        else:
-            if is_call:
-                yield event("function_call_arguments.done", **at, arguments=piece.arguments, name=piece.name)
-            else:
-                yield event(f"{name}.done", **in_part, text=piece.text, **more)
-                yield event("content_part.done", **in_part, part=_part(piece))
+        if edge is Edge.begin and piece.kind != CALL:
+            yield event("content_part.added", **in_part, part=_part(piece))
+        elif edge is Edge.grow and piece.kind == CALL:
+            yield event("function_call_arguments.delta", **at, delta=piece.arguments)
+        elif edge is Edge.grow or new:  # at the end for tokens without a text
+            grown = piece.text if edge is Edge.grow else ""
+            yield event(f"{name}.delta", **in_part, delta=grown, **({"logprobs": new} if is_text else {}))
+        if edge is Edge.end and piece.kind == CALL:
+            yield event("function_call_arguments.done", **at, arguments=piece.arguments, name=piece.name)
+        elif edge is Edge.end:
+            yield event(f"{name}.done", **in_part, text=piece.text, **({"logprobs": drawn} if is_text else {}))
+            yield event("content_part.done", **in_part, part=_part(piece, drawn))
+        if edge is Edge.end:
             yield event("output_item.done", output_index=place, item=item)
-    kind = "incomplete" if generation.choices[0].finish_reason == "length" else "completed"
-    yield event(kind, response=_response(generation, ended=True))
+    yield event("incomplete" if choice.finish_reason == "length" else "completed", response=_response(generation, ended=True))

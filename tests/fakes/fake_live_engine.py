@@ -97,7 +97,9 @@ class ScriptedEngine:
             if answer.cancelled():
                 self.cancelled.append(request)
                 return
-            request.on_tokens(ids[start : start + self.pieces], logprobs[start : start + self.pieces], ())
+            part = slice(start, start + self.pieces)
+            likeliest = [(one, p) for one, p in zip(range(97, 97 + request.top), (-0.25, -2.0, -3.0), strict=False)]
+            request.on_tokens(ids[part], logprobs[part], [likeliest] * len(ids[part]) if request.top else ())
         result = GenResult(
             index=0,
             tokens=tuple(ids),

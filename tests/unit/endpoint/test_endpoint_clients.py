@@ -172,6 +172,32 @@ def test_responses_that_stream(client: Any) -> None:
     assert [item.type for item in final.output] == ["reasoning", "function_call"] and final.output[1].arguments == '{"place": "Ulm"}'
 
 
+def test_log_probs_of_responses(client: Any) -> None:
+    """Each token's is in one delta, those of thoughts and calls too."""
+
+    def read(logprobs: Any) -> list[Any]:
+        return [(one.token, one.logprob, [(top.token, top.logprob) for top in one.top_logprobs]) for one in logprobs]
+
+    how: dict[str, Any] = {"model": "tiny", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    for asked, text in (("Hello", SAID), (f"say:<think>hm</think>So: {CALL}\n", "So:")):
+        more = {"tools": [{"type": "function", "name": "weather", "parameters": PARAMETERS}]} if "say:" in asked else {}
+        whole = client.responses.create(input=asked, extra_body={"return_token_ids": True}, **how, **more)
+        (expected,) = (item.content[0].logprobs for item in whole.output if item.type == "message")
+        drawn = TOKENIZER.decode(whole.token_ids, skip_special=False)
+        assert whole.output_text == text and text in drawn and len(expected) == len(whole.token_ids)
+        assert all([top.logprob for top in one.top_logprobs] == [-0.25, -2.0] for one in expected)
+        events = list(client.responses.create(input=asked, stream=True, **how, **more))
+        told = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+        (done,) = (event.logprobs for event in events if event.type == "response.output_text.done")
+        parts = [event.part for event in events if event.type == "response.content_part.done"]
+        (part,) = (part.logprobs for part in parts if part.type == "output_text")
+        (item,) = (item.content[0].logprobs for item in events[-1].response.output if item.type == "message")
+        assert read(told) == read(done) == read(part) == read(item) == read(expected)
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    plain = list(client.responses.create(model="tiny", input="Hello", stream=True))
+    assert not any(event.logprobs for event in plain if event.type.startswith("response.output_text"))
+
+
 def test_messages(claude: Any) -> None:
     said = claude.messages.create(
         model="tiny",
