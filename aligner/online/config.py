@@ -114,11 +114,16 @@ class OnlineRun(JobRun):
         check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
 
     def check_sessions(self) -> None:
-        """Raise ConfigError for sessions in a run that does not learn from them."""
+        """Raise ConfigError for sessions in a run that does not learn from them, or whose engine cannot play them."""
         if self.environment.asks_endpoint and not self.plays_sessions:
             raise ConfigError(
                 f"environment.kind={self.environment.kind.value}: a session may be several rows, which this recipe does not learn from; "
                 "allowed: with grpo, ppo, rejection_sampling"
+            )
+        if self.environment.asks_endpoint and self.rollout.engine == EngineKind.tensorrt_llm:
+            raise ConfigError(
+                f"rollout.engine={EngineKind.tensorrt_llm.value}: answers no requests from outside, as environment.kind="
+                f"{self.environment.kind.value} makes them; allowed: megatron, vllm, auto"
             )
 
     def _check_colocated(self) -> None:
