@@ -1,13 +1,16 @@
-"""Prompts and decoders for tests of rollouts."""
+"""Prompts, decoders and scored episodes for tests of rollouts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from aligner.models.config import PositionEmbedding
-from aligner.types import Prompt
+from aligner.online.collect import ScoredRollouts
+from aligner.types import EpisodeRows, Prompt, Rollout
 
 
 def prompts(*lengths: int, seed: int = 2) -> list[Prompt]:
@@ -38,4 +41,26 @@ def decoder_of(policy: Any, **options: Any):
         max_sequence_length=chunk.max_sequence_length,
         frequencies=chunk.rotary_pos_emb.inv_freq if rotates else None,
         **options,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """The sequences of one session, and its reward; None: its judge gave none."""
+
+    rollouts: tuple[Rollout, ...]
+    reward: float | None
+
+
+def scored(episodes: Sequence[Episode]) -> ScoredRollouts:
+    """Every sequence of these as a row with its episode's reward."""
+    rows = EpisodeRows(torch.tensor([number for number, episode in enumerate(episodes) for _ in episode.rollouts]))
+    given = torch.tensor([episode.reward is not None for episode in episodes])
+    rewards = torch.tensor([episode.reward or 0.0 for episode in episodes], dtype=torch.float32)
+    return ScoredRollouts(
+        rollouts=[rollout for episode in episodes for rollout in episode.rollouts],
+        rewards=rows.per_row(rewards),
+        valid=rows.per_row(given),
+        failed=rows.per_row(~given),
+        episodes=rows,
     )

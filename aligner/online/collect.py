@@ -21,7 +21,6 @@ from aligner.parallel.collectives import from_rank_0, gather_objects
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.servers.turns import SharedDevice
 from aligner.types import (
-    Episode,
     EpisodeRows,
     FinishReason,
     Prompt,
@@ -80,20 +79,6 @@ class ScoredRollouts:
             object.__setattr__(self, "failed", torch.zeros(len(self.rollouts), dtype=torch.bool))
         if not self.episodes.owner.numel():
             object.__setattr__(self, "episodes", EpisodeRows.single(len(self.rollouts)))
-
-    @classmethod
-    def of_episodes(cls, episodes: Sequence[Episode]) -> ScoredRollouts:
-        """Every sequence of these as a row with its episode's reward."""
-        rows = EpisodeRows.of(episodes)
-        given = torch.tensor([episode.reward is not None for episode in episodes])
-        rewards = torch.tensor([episode.reward or 0.0 for episode in episodes], dtype=torch.float32)
-        return cls(
-            rollouts=[rollout for episode in episodes for rollout in episode.rollouts],
-            rewards=rows.per_row(torch.where(rewards.isfinite(), rewards, 0.0)),
-            valid=rows.per_row(given & rewards.isfinite()),
-            failed=rows.per_row(~given),
-            episodes=rows,
-        )
 
     @property
     def valid_rewards(self) -> Tensor:

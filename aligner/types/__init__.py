@@ -30,7 +30,6 @@ from aligner.types.extras import (
     route_dtype,
 )
 from aligner.types.rollouts import (
-    Episode,
     EpisodeRows,
     FinishReason,
     LogprobKind,

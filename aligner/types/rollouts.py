@@ -246,20 +246,6 @@ class SampleRow:
     turns: tuple[SampleTurn, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Episode:
-    """Everything that one start from a prompt led to: its sequences in order, one reward (None: its judge gave none), and the number of
-    its group, within which rewards are compared."""
-
-    rollouts: tuple[Rollout, ...]
-    reward: float | None
-    group: int
-
-    def __post_init__(self) -> None:
-        if not self.rollouts:
-            raise ValueError(f"Episode.rollouts is empty, in group {self.group}; an episode has at least one sequence")
-
-
 @dataclass(frozen=True, eq=False)
 class EpisodeRows:
     """The B rows of E episodes, those of an episode next to each other: `owner` int64 [B] is each row's episode.
@@ -269,7 +255,6 @@ class EpisodeRows:
     """
 
     owner: Tensor
-    groups: Tensor | None = None  # int64 [E]; None: neighbours, of the size that the algorithm samples
     _first: Tensor = field(init=False)  # int64 [E], the first row of each episode
     _place: Tensor = field(init=False)  # int64 [B], of each row in its episode
 
@@ -286,12 +271,6 @@ class EpisodeRows:
         """Episodes of one sequence each."""
         return cls(torch.arange(count))
 
-    @classmethod
-    def of(cls, episodes: Sequence[Episode]) -> EpisodeRows:
-        """The rows of these, in their order."""
-        owner = [number for number, episode in enumerate(episodes) for _ in episode.rollouts]
-        return cls(torch.tensor(owner, dtype=torch.int64), torch.tensor([episode.group for episode in episodes]))
-
     def __len__(self) -> int:
         """E."""
         return len(self._first)
@@ -302,8 +281,8 @@ class EpisodeRows:
         return len(self) == len(self.owner)
 
     def groups_of(self, size: int) -> Tensor:
-        """The group of each episode, int64 [E]; `size` neighbours each unless the groups are given."""
-        return torch.arange(len(self)) // size if self.groups is None else self.groups
+        """The group of each episode, int64 [E]: `size` neighbours each."""
+        return torch.arange(len(self)) // size
 
     def per_episode(self, x: Tensor) -> Tensor:
         """[E, ...] of x [B, ...], which is the same in all rows of an episode."""
@@ -337,18 +316,11 @@ class EpisodeRows:
 
     def take(self, rows: Tensor) -> EpisodeRows:
         """Those of the rows with these numbers (int64), each episode's next to each other."""
-        owner = self.owner[rows]
-        own, renumbered = owner.unique_consecutive(return_inverse=True)
-        return EpisodeRows(renumbered, None if self.groups is None else self.groups[own])
+        return EpisodeRows(self.owner[rows].unique_consecutive(return_inverse=True)[1])
 
     def then(self, others: Sequence[EpisodeRows]) -> EpisodeRows:
-        """These rows, and those of `others` behind them. Their groups are others even where they have the same numbers."""
-        owner, groups = self.owner, self.groups
+        """These rows, and those of `others` behind them."""
+        owner = self.owner
         for other in others:
-            if groups is None or other.groups is None:
-                if groups is not other.groups:
-                    raise ValueError("some episodes have groups, others have none")
-            else:
-                groups = torch.cat([groups, other.groups + int(groups.amax()) + 1])
             owner = torch.cat([owner, other.owner + int(owner[-1]) + 1])
-        return EpisodeRows(owner, groups)
+        return EpisodeRows(owner)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rollout_parts import Episode, scored
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig, has_signal
 from aligner.data.collate import rollout_batch
 from aligner.losses.aggregation import Aggregation
 from aligner.online.collect import ScoredRollouts, joined
-from aligner.types import Episode, EpisodeRows, TokenOutputs
+from aligner.types import EpisodeRows, TokenOutputs
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def episodes(fakes) -> list[Episode]:
 
     def episode(number: int, reward: float | None, *responses: tuple[int, ...]) -> Episode:
         rollouts = tuple(fakes.rollout(fakes.prompt(number), *response) for response in responses)
-        return Episode(rollouts=rollouts, reward=reward, group=number)
+        return Episode(rollouts=rollouts, reward=reward)
 
     return [episode(0, 1.0, (1,), (2, 3)), episode(0, 0.0, (4,)), episode(1, 5.0, (5, 6)), episode(1, 3.0, (7,), (8,))]
 
@@ -31,7 +32,7 @@ def grpo(fakes, task, **config) -> GRPO:
 
 
 def made(fakes, task, episodes: list[Episode], **config):
-    collected = ScoredRollouts.of_episodes(episodes)
+    collected = scored(episodes)
     batch = rollout_batch(collected.rollouts, pad_id=9)
     algorithm = grpo(fakes, task, **config)
     return algorithm, algorithm.experience(batch, collected, None, None)
@@ -60,18 +61,10 @@ def test_an_episode_without_a_reward_leaves_its_group(fakes, make_task, episodes
     assert batch.loss_mask.any(dim=1).tolist() == [True, True, True, False, False, False]  # nothing is left to compare prompt 1's with
 
 
-def test_groups_may_have_other_sizes_and_lie_apart(fakes, make_task, episodes) -> None:
-    order = [episodes[2], episodes[0], episodes[3], episodes[1], replace(episodes[1], reward=5.0)]
-    _, batch = made(fakes, make_task([]), order)
-    assert [row[1] for row in batch.advantages.tolist()] == [1, -1, -1, -1, -1, -2, 3]  # 5, 3 | 1, 0, 5
-
-
 def test_one_sequence_each_changes_nothing(fakes, make_task) -> None:
     rollouts = [fakes.rollout(fakes.prompt(i // 2), i, 7) for i in range(4)]
     plain = ScoredRollouts(rollouts=rollouts, rewards=torch.tensor([1.0, 0.3, 2.0, 7.1]))
-    each = ScoredRollouts.of_episodes(
-        [Episode(rollouts=(r,), reward=x, group=i // 2) for i, (r, x) in enumerate(zip(rollouts, plain.rewards.tolist(), strict=True))]
-    )
+    each = scored([Episode(rollouts=(r,), reward=x) for r, x in zip(rollouts, plain.rewards.tolist(), strict=True)])
     batch = rollout_batch(rollouts, pad_id=9)
     for config in ({}, {"normalize_std": True}, {"advantage_estimator": "reinforce_pp", "normalize_std": True}):
         one, other = (grpo(fakes, make_task([]), **config).experience(batch, collected, None, None) for collected in (plain, each))
@@ -79,15 +72,14 @@ def test_one_sequence_each_changes_nothing(fakes, make_task) -> None:
     assert plain.episodes.joined(batch.loss_mask) is batch.loss_mask  # no copy
 
 
-def test_rounds_are_joined_and_groups_selected(episodes) -> None:
-    collected = joined([ScoredRollouts.of_episodes(episodes)] * 2)
+def test_rounds_are_joined_and_episodes_selected(episodes) -> None:
+    collected = joined([scored(episodes)] * 2)
     assert collected.episodes.owner.tolist() == [0, 0, 1, 2, 3, 3, 4, 4, 5, 6, 7, 7]
-    assert collected.episodes.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert collected.valid_rewards.tolist() == [1, 0, 5, 3] * 2 and has_signal(collected, 2).tolist() == [True] * 4
     rows = collected.episodes.rows_of(torch.tensor([3, 4]))
     part = collected.select(rows)
     assert rows.tolist() == [4, 5, 6, 7] and part.rewards.tolist() == [3, 3, 1, 1]
-    assert part.episodes.owner.tolist() == [0, 0, 1, 1] and part.episodes.groups.tolist() == [1, 2]
+    assert part.episodes.owner.tolist() == [0, 0, 1, 1]
 
 
 def test_long_rows_there_and_back() -> None:
@@ -98,5 +90,3 @@ def test_long_rows_there_and_back() -> None:
     for owner in ([1, 1], [0, 2], [0, 1, 0]):
         with pytest.raises(ValueError, match="must begin at 0 and stay or grow by 1"):
             EpisodeRows(torch.tensor(owner))
-    with pytest.raises(ValueError, match="Episode.rollouts is empty, in group 4"):
-        Episode(rollouts=(), reward=1.0, group=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollout_parts import Episode, scored
 
 from aligner.algorithms.rejection_sampling import RejectionSampling, RejectionSamplingConfig
 from aligner.data.collate import rollout_batch
@@ -13,7 +14,7 @@ from aligner.losses.sft import sft_loss
 from aligner.online.collect import ScoredRollouts
 from aligner.online.selection import updates_of
 from aligner.telemetry.metrics import values
-from aligner.types import Episode, TokenOutputs
+from aligner.types import TokenOutputs
 
 
 def sampler(fakes, task, log=None, **config) -> RejectionSampling:
@@ -65,12 +66,12 @@ def test_sessions_are_kept_with_all_their_rows(fakes, make_task) -> None:
     """Of two sessions each, the second of two rows is the best; then the first of three, one of which was cut: the other is kept."""
 
     def session(number: int, reward: float, *responses: tuple[int, ...]) -> Episode:
-        return Episode(rollouts=tuple(fakes.rollout(fakes.prompt(number), *own) for own in responses), reward=reward, group=number)
+        return Episode(rollouts=tuple(fakes.rollout(fakes.prompt(number), *own) for own in responses), reward=reward)
 
     end = fakes.EOS
     episodes = [session(0, 1.0, (1, end)), session(0, 2.0, (2, 2, end), (3, end))]
     episodes += [session(1, 5.0, (4, end), (5, 5), (6, end)), session(1, 3.0, (7, end), (8, 8, end))]
-    given = ScoredRollouts.of_episodes(episodes)
+    given = scored(episodes)
     algorithm, batch = sampler(fakes, make_task([])), rollout_batch(given.rollouts, 9)
     kept = algorithm.select(batch, given)
     rows = given.episodes.rows_of(kept)

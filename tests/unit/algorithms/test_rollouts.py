@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rollout_parts import Episode, scored
 
 from aligner.errors import EngineError, ServerTimeout
 from aligner.online import collect as rollouts
 from aligner.online.collect import (
     SampleRequest,
-    ScoredRollouts,
     Scorers,
     collect,
     finish,
@@ -27,7 +27,7 @@ from aligner.online.collect import (
 )
 from aligner.online.policy_gradient import mini_batches
 from aligner.protocols import Replica
-from aligner.types import Episode, FinishReason, PolicyBatch, SampleTurn, Scores, TokenTable, TurnMark
+from aligner.types import FinishReason, PolicyBatch, SampleTurn, Scores, TokenTable, TurnMark
 
 
 @pytest.fixture
@@ -295,16 +295,16 @@ def test_sample_rows_of_a_session_are_complete_and_name_its_turns(fakes, prompts
     first = replace(fakes.rollout(prompts[0], 5, 6, 7), turns=tuple(marks), written=(True, False, True), rows_left=1)
     second = replace(fakes.rollout(prompts[0], 8), turns=(TurnMark(start=0, end=1, number=1, state=3),))
     episodes = [
-        Episode(rollouts=(first, second), reward=1.0, group=0),
-        Episode(rollouts=(fakes.rollout(prompts[1], 9),), reward=0.0, group=1),
+        Episode(rollouts=(first, second), reward=1.0),
+        Episode(rollouts=(fakes.rollout(prompts[1], 9),), reward=0.0),
     ]
-    rows = sample_rows(ScoredRollouts.of_episodes(episodes), lambda ids: "-".join(map(str, ids)), count=1, per_token={})
+    rows = sample_rows(scored(episodes), lambda ids: "-".join(map(str, ids)), count=1, per_token={})
     assert [(row.episode, row.reward) for row in rows] == [(0, 1.0), (0, 1.0)]
     assert rows[0].turns == (SampleTurn(number=0, heard="", text="5", reward=0.25), SampleTurn(number=2, heard="6", text="7", reward=0.0))
     assert rows[1].turns == (SampleTurn(number=1, heard="", text="8", reward=0.0),)
     turns = rows[0].tokens.numbers["turn"]
     assert (turns[0], turns[2]) == (0.0, 2.0) and math.isnan(turns[1]) and "turn" not in rows[1].tokens.numbers
-    (*_, alone) = sample_rows(ScoredRollouts.of_episodes(episodes), str, count=3)
+    (*_, alone) = sample_rows(scored(episodes), str, count=3)
     assert (alone.episode, alone.turns) == (None, ())
 
 

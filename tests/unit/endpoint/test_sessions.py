@@ -15,6 +15,7 @@ import torch
 from fake_endpoint import post
 from fake_live_engine import KEY, scripted, tokenizer_of
 from fake_parts import FakeCritic, FakePolicy
+from rollout_parts import Episode, scored
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig
 from aligner.algorithms.ppo import PPO, PPOConfig
@@ -23,7 +24,7 @@ from aligner.data.order import EpochSampler
 from aligner.endpoint.sessions import Call, KeptSessions, SessionClosed, Trace
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.value import value_loss
-from aligner.online.collect import ScoredRollouts, Scorers
+from aligner.online.collect import Scorers
 from aligner.online.critics import ServedCritic
 from aligner.online.policy_gradient import mini_batches
 from aligner.online.task import OnlineTask, Validation
@@ -37,7 +38,6 @@ from aligner.servers.payloads import TrainIdentity, digest_of
 from aligner.servers.services import CriticService
 from aligner.telemetry.metrics import Metric
 from aligner.types import (
-    Episode,
     FinishReason,
     Images,
     LogprobKind,
@@ -192,7 +192,7 @@ def four_sessions(count: Callable[[], int]) -> list[Episode]:
         fields = {"finish_reason": FinishReason.stop, "policy_version": 0, "seed": place}
         prompt = Prompt(id=place // 2, tokens=(1, 2), source="x")
         rollout = Rollout(prompt=prompt, response=(3,) * length, logprobs=logprobs, **fields)
-        episodes.append(Episode(rollouts=(rollout,), reward=reward, group=place // 2))
+        episodes.append(Episode(rollouts=(rollout,), reward=reward))
     return episodes
 
 
@@ -229,7 +229,7 @@ def test_a_session_of_two_rows_weighs_as_one(aggregation: Aggregation, settings:
     def gradients(episodes: list[Episode]) -> dict[float, float]:
         config = {"prompts_per_step": 2, "group_size": 2, "mini_batch_size": 4, "kl_coef": 0.0, "entropy_coef": 0.1} | settings
         algorithm = GRPO(GRPOConfig(aggregation=aggregation, **config), FakePolicy([]), make_task())
-        collected = ScoredRollouts.of_episodes(episodes)
+        collected = scored(episodes)
         batch = rollout_batch(collected.rollouts, pad_id=0)
         whole = algorithm.experience(batch, collected, batch.rollout_logprobs, None)
         parts = mini_batches(whole, config["mini_batch_size"], 1, key="k", episodes=collected.episodes)
@@ -260,7 +260,7 @@ def test_a_session_of_two_rows_weighs_as_one_in_ppo_and_for_its_critic(aggregati
         algorithm = PPO(
             PPOConfig(aggregation=aggregation, **config), FakePolicy([]), (task := make_task()), ServedCritic(task, FakeCritic([]))
         )
-        collected = ScoredRollouts.of_episodes(episodes)
+        collected = scored(episodes)
         batch = rollout_batch(collected.rollouts, pad_id=0)
         names = batch.rollout_logprobs
         whole, values = algorithm.experience(batch, replace(collected, values=list(torch.sin(50 * names))), names, torch.cos(70 * names))
@@ -301,7 +301,7 @@ def returns_of(trace: Trace, values: dict[float, float], gamma: float, gae_lambd
     """PPO's returns of a session's tokens by their log-probs, and of one of a single token; the values of which are given."""
     sessions = (trace, Trace(calls=(call([1], [2], first=0.5),)))
     rollouts = [one.rows(PROMPT, seed=place, version=0) for place, one in enumerate(sessions)]
-    collected = ScoredRollouts.of_episodes([Episode(rollouts=rows, reward=reward, group=0) for rows in rollouts])
+    collected = scored([Episode(rollouts=rows, reward=reward) for rows in rollouts])
     batch = rollout_batch(collected.rollouts, pad_id=0)
     names, mask = batch.rollout_logprobs, batch.loss_mask
     # What a critic says of tokens that are not the policy's own must not matter.

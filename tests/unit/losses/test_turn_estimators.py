@@ -11,7 +11,7 @@ from aligner.errors import ConfigError
 from aligner.losses.advantages import Estimator, Turns, estimate, outcome_rewards
 from aligner.losses.shaping import ShapingConfig
 from aligner.online.policy_gradient import turns_of
-from aligner.types import Episode, EpisodeRows, FinishReason, Prompt, Rollout, TurnMark
+from aligner.types import EpisodeRows, FinishReason, Prompt, Rollout, TurnMark
 
 # Episode 0: turns of 2 and 1 tokens, then one more; 1: two turns; 2: one turn; 3 is alone in its group after 4 lost its reward.
 MASK = tensor([[0, 1, 1, 0, 1, 1], [0, 1, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0], [0, 1, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]], dtype=torch.bool)
@@ -75,9 +75,7 @@ def test_turns_of_rows_and_of_responses_without_marks() -> None:
 
     first = rollout((1,), (2, 3, 4), TurnMark(start=0, end=1, number=0, state=7, reward=1.0), TurnMark(start=2, end=3, number=2, state=8))
     second = rollout((1, 5), (6,), TurnMark(start=0, end=1, number=1, state=9, reward=0.5))
-    rows = EpisodeRows.of(
-        [Episode(rollouts=(first, second), reward=1.0, group=0), Episode(rollouts=(rollout((4,), (2,)),), reward=0.0, group=0)]
-    )
+    rows = EpisodeRows(tensor([0, 0, 1]))
     mask = tensor([[0, 1, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0]], dtype=torch.bool)
     turns = turns_of([first, second, rollout((4,), (2,))], rows, mask)
     assert turns.number.tolist() == [[0, 0, 0, 2, 0, 0, 1, 0], [0] * 8]
