@@ -12,22 +12,14 @@ from aligner.endpoint.requests import MOST_CHOICES, Ask, BadRequest, Fields, Mod
 from aligner.endpoint.text import CALL, CONTENT, REASONING, Piece
 from aligner.rollout.engine import Likeliest
 
-_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "logit_bias": (({},), "tokens are drawn by the model's own logits"),
-    "response_format": (({"type": "text"},), "responses are not held to a form"),
-    "suffix": (("",), "the model continues texts"),
-    "store": ((False, True), ""),
-    "truncate_prompt_tokens": ((), "prompts are never cut"),
-}
 _TEXTS = {CONTENT: "content", REASONING: "reasoning_content"}
 
 
-def _fixed(fields: Fields, *names: str) -> None:
-    for name in names:
-        fields.only(name, *_FIXED[name])
-
-
-def _streamed(fields: Fields, ask: Ask) -> Ask:
+def _rest(fields: Fields, ask: Ask) -> Ask:
+    """What completions and chats have in common besides `Model.settings`."""
+    fields.only("logit_bias", ({},), "tokens are drawn by the model's own logits")
+    fields.only("response_format", ({"type": "text"},), "responses are not held to a form")
+    fields.only("truncate_prompt_tokens", (), "prompts are never cut")
     if (options := fields.take("stream_options", dict)) is not None:
         own = Fields(options, "stream_options")
         ask.usage = own.take("include_usage", bool, False)
@@ -114,13 +106,13 @@ def parse_completions(model: Model, fields: Fields) -> Ask:
         raise BadRequest("echo: not with stream; allowed: one of them", "echo")
     if echo and top is not None and model.score is None:
         raise BadRequest("echo: the log-probs of prompts are not known here; allowed: without logprobs", "echo")
-    _fixed(fields, "logit_bias", "suffix", "response_format", "truncate_prompt_tokens")
+    fields.only("suffix", ("",), "the model continues texts")
     if not rows or len(rows) * n > MOST_CHOICES:
         raise BadRequest(f"prompt: {len(rows)} prompts times n={n}, expected 1 to {MOST_CHOICES} responses", "prompt")
     prompts = [_prompt(model, row, special) for row in rows]
     for prompt in prompts:
         model.check(prompt, "prompt", room=int(samples))
-    return _streamed(fields, Ask(**own, prompts=prompts, n=n, logprobs=top is not None, top=top or 0, echo=echo, samples=samples))
+    return _rest(fields, Ask(**own, prompts=prompts, n=n, logprobs=top is not None, top=top or 0, echo=echo, samples=samples))
 
 
 def _prompt(model: Model, row: object, special: bool) -> tuple[int, ...]:
@@ -198,8 +190,8 @@ def parse_chat(model: Model, fields: Fields) -> Ask:
         raise BadRequest(f"top_logprobs={top}: beside log-probs only; allowed: with logprobs=true", "top_logprobs")
     fields.only("modalities", (["text"],), "the model answers with text")
     fields.only("reasoning_effort", (), "how long the model thinks is its own")
-    _fixed(fields, "logit_bias", "response_format", "store", "truncate_prompt_tokens")
-    return _streamed(fields, Ask(**own, **model.conversation(messages, tools), n=n, logprobs=logprobs, top=top))
+    fields.take("store", bool)
+    return _rest(fields, Ask(**own, **model.conversation(messages, tools), n=n, logprobs=logprobs, top=top))
 
 
 def chat_logprobs(model: Model, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Likeliest]) -> list[dict[str, Any]]:
