@@ -21,6 +21,7 @@ from aligner.commands.generate import is_chat, sampling_of
 from aligner.commands.parts import ChatOptions
 from aligner.data.encoding import PromptStyle, encode_prompt, with_begin
 from aligner.data.messages import Message
+from aligner.endpoint.text import Decoder
 from aligner.errors import AlignerError, ConfigError
 from aligner.jobs.serving_policy import OpenPolicy, open_policy
 from aligner.online.collect import sample_seeds
@@ -32,7 +33,7 @@ from aligner.types import FinishReason, SamplingConfig
 HELP = "/reset: forget the conversation; /system TEXT: another system message; /quit; Ctrl-C stops an answer, Ctrl-D ends"
 LEAST_COLUMNS = 100  # of a terminal that shows two answers side by side
 POLL_SECONDS = 0.02  # of an answer
-_HALF = "\N{REPLACEMENT CHARACTER}"  # the beginning of a character whose other tokens are still to come
+_HALF = "\N{REPLACEMENT CHARACTER}"  # of a character whose other tokens never came
 
 
 @dataclass
@@ -44,37 +45,27 @@ class Talk:
     sampling: SamplingConfig
     system: str = ""
     turns: list[Message] = field(default_factory=list)
-    prompt: tuple[int, ...] = ()  # of the answer
-    ids: list[int] = field(default_factory=list)  # of it so far
-    pieces: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)  # its next ids; None: its end
+    text: str = ""  # the answer so far, in whole characters
 
     def ask(self, text: str, seed: int) -> Future[GenResult]:
         """Begin to answer. Raises AlignerError for a conversation that leaves no room."""
         self.turns.append(Message(role="user", content=text))
-        self.prompt, self.ids, self.pieces = tuple(self._tokens()), [], queue.SimpleQueue()
-        pieces = self.pieces
-
-        def put(ids: Sequence[int], *_: object) -> None:
-            for token in ids:
-                pieces.put(token)
-
-        answer = self.policy.live.submit(LiveRequest(tokens=self.prompt, seed=seed, sampling=self.sampling, on_tokens=put))
+        prompt = tuple(self._tokens())
+        pieces: queue.SimpleQueue[Sequence[int] | None] = queue.SimpleQueue()  # the answer's next ids; None: its end
+        self.text, self._decoder, self._pieces = "", Decoder(self.policy.tokenizer, prompt), pieces
+        told = LiveRequest(tokens=prompt, seed=seed, sampling=self.sampling, on_tokens=lambda ids, *_: pieces.put(ids))
+        answer = self.policy.live.submit(told)
         answer.add_done_callback(lambda _: pieces.put(None))
         return answer
 
-    @property
-    def text(self) -> str:
-        """The answer so far, in whole characters."""
-        return self.policy.tokenizer.decode_after(self.prompt, self.ids).rstrip(_HALF)
-
     def take(self, stopped: threading.Event) -> bool:
-        """Wait a moment for the next token; whether more may come. Raises KeyboardInterrupt once it is `stopped`."""
+        """Wait a moment for the next tokens; whether more may come. Raises KeyboardInterrupt once it is `stopped`."""
         if stopped.is_set():
             raise KeyboardInterrupt
         with suppress(queue.Empty):
-            if (token := self.pieces.get(timeout=POLL_SECONDS)) is None:
-                return False
-            self.ids.append(token)
+            ids = self._pieces.get(timeout=POLL_SECONDS)
+            self.text += self._decoder.feed(ids or (), last=ids is None).rstrip(_HALF)
+            return ids is not None
         return True
 
     def _tokens(self) -> list[int]:
@@ -206,13 +197,12 @@ def _one_by_one(talks: Sequence[Talk], stopped: threading.Event) -> None:
     for talk in talks:
         if len(talks) > 1:
             print(f"[{talk.policy.name}]", flush=True)
-        shown = ""
-        while talk.take(stopped):
-            text = talk.text
-            if text.startswith(shown):
-                print(text[len(shown) :], end="", flush=True)
-                shown = text
-        print(talk.text[len(shown) :], flush=True)
+        shown, has_more = 0, True
+        while has_more:
+            has_more = talk.take(stopped)
+            print(talk.text[shown:], end="", flush=True)
+            shown = len(talk.text)
+        print(flush=True)
 
 
 def _columns(talks: Sequence[Talk], stopped: threading.Event) -> None:
