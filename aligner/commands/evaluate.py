@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from aligner.cluster.run_directory import REWARD_MODEL
-from aligner.commands.generate import cut_share, is_chat, read_prompts, responses, sampling_of
+from aligner.commands.generate import is_chat, read_prompts, responses, sampling_of
 from aligner.commands.parts import EvalOptions
 from aligner.data.collate import preference_batch
 from aligner.data.config import Overlong, PreferenceDataConfig
@@ -36,7 +36,7 @@ from aligner.jobs.parts import load_model_files
 from aligner.jobs.serving_policy import open_policy
 from aligner.models import create
 from aligner.models.config import ModelConfig
-from aligner.online.validation import pass_at_k
+from aligner.online.validation import cut_share, pass_at_k
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.topology import ParallelConfig
 from aligner.protocols import RewardModel

@@ -24,7 +24,7 @@ from aligner.jobs.serving_policy import OpenPolicy, open_policy
 from aligner.online.collect import sample_seeds
 from aligner.rollout.engine import GenResult
 from aligner.rollout.live import LiveRequest
-from aligner.types import FinishReason, Prompt, Rollout, SamplingConfig
+from aligner.types import Prompt, Rollout, SamplingConfig
 
 AHEAD = 4  # times the engine's batch that waits in its queue: it never runs dry, and a file of any size is in memory in parts
 
@@ -143,8 +143,3 @@ def _record(tokenizer: Tokenizer, rollout: Rollout, options: GenerateOptions) ->
     if options.logprobs:
         made |= {"token_ids": list(rollout.response), "logprobs": list(rollout.logprobs)}
     return {**rollout.prompt.columns, **made}
-
-
-def cut_share(rollouts: Sequence[Rollout]) -> float:
-    """The part of responses that reached their most tokens."""
-    return sum(rollout.finish_reason is FinishReason.length for rollout in rollouts) / len(rollouts)

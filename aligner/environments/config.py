@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from aligner.errors import ConfigError, check_numbers
+from aligner.errors import AT_LEAST_1, FINITE, NOT_NEGATIVE, POSITIVE, ConfigError, check_range
 
 
 class EnvironmentKind(str, Enum):
@@ -51,10 +50,9 @@ class SessionsConfig:
     pass_environment: list[str] = field(default_factory=list)  # variables that agents get though their names look like those of secrets
 
     def __post_init__(self) -> None:
-        section = "environment.sessions"
-        check_numbers(self, section, at_least_1=("max_calls",), not_negative=("retries", "timeout_seconds"))
-        if not math.isfinite(self.timeout_seconds):
-            raise ConfigError(f"{section}.timeout_seconds={self.timeout_seconds}: must be finite (0: no limit)")
+        check_range(self, "environment.sessions", AT_LEAST_1, "max_calls")
+        check_range(self, "environment.sessions", NOT_NEGATIVE, "retries")
+        check_range(self, "environment.sessions", FINITE, "timeout_seconds", note=" (0: no limit)")
 
 
 class ObservationForm(str, Enum):
@@ -97,15 +95,10 @@ class EnvironmentConfig:
     suffix: str = ""  # form=plain: after the text of an observation
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "num_workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"environment.{name}={getattr(self, name)}: must be at least 1")
-        if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
-            raise ConfigError(f"environment.timeout_seconds={self.timeout_seconds}: must be finite and above 0")
-        if self.num_processes < 0:
-            raise ConfigError(f"environment.num_processes={self.num_processes}: must not be negative (0: threads)")
-        if not (math.isfinite(self.process_memory_gib) and self.process_memory_gib >= 0):
-            raise ConfigError(f"environment.process_memory_gib={self.process_memory_gib}: must be finite and not negative (0: no limit)")
+        check_range(self, "environment", AT_LEAST_1, "max_turns", "num_workers")
+        check_range(self, "environment", POSITIVE, "timeout_seconds")
+        check_range(self, "environment", NOT_NEGATIVE, "num_processes", note=" (0: threads)")
+        check_range(self, "environment", FINITE, "process_memory_gib", note=" (0: no limit)")
         if self.process_memory_gib and not self.num_processes:
             raise ConfigError(f"environment.process_memory_gib={self.process_memory_gib}: needs environment.num_processes above 0")
         self._check_kind()

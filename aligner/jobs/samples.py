@@ -11,8 +11,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
-
 from aligner.agents.create import create_agents
 from aligner.agents.play import Playing, SessionEngine
 from aligner.cluster.component import Placement
@@ -62,7 +60,7 @@ from aligner.servers.client import CriticClient, RewardClient, weighted_sum
 from aligner.servers.config import ServerConfig
 from aligner.servers.registry import Publication
 from aligner.servers.turns import SharedDevice, Turn
-from aligner.types import LogprobKind, MaskedBatch, Prompt, Rollout, SampleRow
+from aligner.types import LogprobKind, Prompt, Rollout, SampleRow
 
 LEAST_REQUESTS, LEAST_CONNECTIONS = 256, 1024  # at an endpoint
 MIB = 1 << 20
@@ -76,13 +74,9 @@ class CheckpointedReference:
     def __init__(self, session: Session, policy: MegatronPolicy, frozen: ReferencePolicy, *, verify: bool) -> None:
         self._session = session
         self._policy = policy
-        self._frozen = frozen
+        self._frozen, self.logprobs = frozen, frozen.logprobs
         self._verify = verify
         self._folder = session.directory.checkpoints / REFERENCE
-
-    def logprobs(self, batch: MaskedBatch) -> Tensor:
-        """As `Policy.logprobs`, under the frozen weights."""
-        return self._frozen.logprobs(batch)
 
     def renew(self, step: int) -> None:
         """Freeze the current policy, which has finished `step`. Every rank calls it. Raises CheckpointError if it cannot be written."""
@@ -258,7 +252,7 @@ class OnlineJob(Generic[C]):
             sampling=replace(config.rollout.sampling, temperature=0.0),
             scorer=function_reward(scorer, self.tokenizer.decode, "validation.scorer") if scorer.path else None,
             config=config.validation,
-            keep_samples=validation_samples(self.session),
+            keep_samples=partial(keep_validation, self.session),
         )
 
     def critic(self, task: OnlineTask) -> CriticClient:
@@ -378,16 +372,14 @@ def _scorer(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> Reward
         return function_reward(config.reward.function, tokenizer.decode)
     if not config.reward.serve:
         return composed_reward(functions, tokenizer.decode, answers=answers)
-    texts = _texts(tokenizer) if config.reward.function.path else None
     weights = config.reward.attribute_weights
-    reduce = weighted_sum(weights) if weights else None
     client = RewardClient(
         session.directory.services,
         config=config.server_client,
         access=_access(session, config),
         name=config.reward_service,
-        texts=texts,
-        reduce=reduce,
+        texts=partial(_texts, tokenizer) if config.reward.function.path else None,
+        reduce=weighted_sum(weights) if weights else None,
     )
     scorer = composed_reward(functions, tokenizer.decode, client, answers=answers) if functions else client
     if session.is_first:
@@ -412,30 +404,21 @@ def _access(session: Session, config: OnlineRun) -> Access:
     return Access.for_client(session.directory.secret, config.server_client, own_tls=config.run.server_tls)
 
 
-def _texts(tokenizer: Tokenizer) -> Callable[[Rollout], tuple[str, str, str | None]]:
+def _texts(tokenizer: Tokenizer, rollout: Rollout) -> tuple[str, str, str | None]:
     """What a served reward function is sent of a rollout."""
-
-    def texts(rollout: Rollout) -> tuple[str, str, str | None]:
-        prompt = rollout.prompt.text or tokenizer.decode(rollout.prompt.tokens)
-        return prompt, tokenizer.decode(rollout.response), rollout.prompt.answer
-
-    return texts
+    prompt = rollout.prompt.text or tokenizer.decode(rollout.prompt.tokens)
+    return prompt, tokenizer.decode(rollout.response), rollout.prompt.answer
 
 
-def validation_samples(session: Session) -> Callable[[Sequence[SampleRow]], None]:
-    """Writes the rows of a validation to the run's `validation/step_%06d.jsonl`, on rank 0. A full disk costs the file, not the run."""
+def keep_validation(session: Session, rows: Sequence[SampleRow]) -> None:
+    """Write the rows of a validation to the run's `validation/step_%06d.jsonl`, on rank 0. A full disk costs the file, not the run."""
     directory = session.directory.validation
-
-    def keep(rows: Sequence[SampleRow]) -> None:
-        if not session.is_first:
-            return
-        try:
+    try:
+        if session.is_first:
             directory.mkdir(mode=0o700, exist_ok=True)
             write_rows(directory, session.progress.step, rows)
-        except OSError as error:
-            session.say(f"warning: samples of a validation could not be written, the run continues: {describe_os_error(error, directory)}")
-
-    return keep
+    except OSError as error:
+        session.say(f"warning: samples of a validation could not be written, the run continues: {describe_os_error(error, directory)}")
 
 
 def played(engine: PhasedEngine, session: Session, config: OnlineRun, tokenizer: Tokenizer, tokenizer_files: Path) -> SessionEngine:

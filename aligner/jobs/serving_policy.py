@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import yaml
 
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, model_settings
 from aligner.endpoint.requests import Model
 from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs.parts import load_model_files
@@ -144,7 +143,7 @@ def _described(model: str, *, dtype: Dtype, context: int, images: bool) -> tuple
             raise ConfigError(f"{run.path}: the run has no checkpoint of a policy and no export yet")
     base, lora, quantization, nested = path, LoraConfig(), Quantization.none, False
     if (path / CONFIG_FILE).is_file():
-        settings = _json(path / CONFIG_FILE)
+        settings = model_settings(path / CONFIG_FILE)
         base = fetch_one("base_model_name_or_path", str(settings.get("base_model_name_or_path") or ""))
         rank, alpha = settings.get("r"), settings.get("lora_alpha")
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
@@ -190,11 +189,3 @@ def _targets(adapter: Path, architecture: Architecture) -> list[LoraTarget]:
     if not found:
         raise ConfigError(f"{adapter}: an adapter of {', '.join(sorted(there))}, none of which is a layer that can have one here")
     return found
-
-
-def _json(path: Path) -> dict[str, object]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return found if isinstance(found, dict) else {}

@@ -22,7 +22,7 @@ from aligner.online.selection import SampledT, updates_of
 from aligner.online.task import OnlineTask
 from aligner.protocols import Critic, Loss, Policy
 from aligner.telemetry.metrics import merge, values
-from aligner.types import EpisodeRows, Prompt, RolloutBatch
+from aligner.types import EpisodeRows, RolloutBatch
 
 Config = TypeVar("Config")
 
@@ -56,15 +56,10 @@ class Cursor:
         self.step = 0
 
 
-def round_of(task: OnlineTask, number: int, group_size: int) -> tuple[list[Prompt], list[int]]:
-    """Prompts (each `group_size` times, side by side) and seeds of a round (from 1)."""
-    prompts = [prompt for prompt in task.prompts(number) for _ in range(group_size)]
-    return prompts, sample_seeds(task.seed, number, len(prompts))
-
-
 def sample_requests(task: OnlineTask, number: int, group_size: int, *, greedy: bool) -> list[SampleRequest]:
-    """The requests of a round: its responses, and with `greedy` one more for each prompt."""
-    prompts, seeds = round_of(task, number, group_size)
+    """The requests of a round (from 1): `group_size` responses to each prompt, side by side, and with `greedy` one more."""
+    prompts = [prompt for prompt in task.prompts(number) for _ in range(group_size)]
+    seeds = sample_seeds(task.seed, number, len(prompts))
     requests = [SampleRequest(prompts=prompts, seeds=seeds)]
     if greedy:
         first = slice(None, None, group_size)

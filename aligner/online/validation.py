@@ -40,7 +40,7 @@ def validate(task: OnlineTask, rejudge: Rejudge = lambda collected: collected) -
     metrics = {
         "validation/reward": greedy.valid_rewards.double().mean().item(),
         "validation/response_length": _mean([float(len(rollout.response)) for rollout in greedy.rollouts]),
-        "validation/truncated_fraction": _truncated(greedy.rollouts),
+        "validation/truncated_fraction": cut_share(greedy.rollouts),
     }
     if task.validation.scorer is not None:
         scores, valid = _judge(task.validation.scorer, greedy.rollouts)
@@ -75,7 +75,7 @@ def _sampled(task: OnlineTask, config: ValidationConfig, rejudge: Rejudge) -> di
     rewards = _by_prompt(collected.rewards, collected.valid, n)
     metrics = {
         f"validation/reward_mean@{n}": _over_prompts(rewards, 1, lambda own: sum(own) / len(own)),
-        f"validation/truncated@{n}": _truncated(collected.rollouts),
+        f"validation/truncated@{n}": cut_share(collected.rollouts),
     }
     for k in config.ks:
         metrics[f"validation/reward_best@{k}"] = _over_prompts(rewards, k, lambda own, k=k: best_at_k(own, k))
@@ -113,7 +113,8 @@ def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else float("nan")
 
 
-def _truncated(rollouts: Sequence[Rollout]) -> float:
+def cut_share(rollouts: Sequence[Rollout]) -> float:
+    """The part of responses that reached their most tokens."""
     return _mean([float(rollout.finish_reason == FinishReason.length) for rollout in rollouts])
 
 

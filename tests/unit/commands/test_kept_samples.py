@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.jobs.samples import validation_samples
+from aligner.jobs.samples import keep_validation
 from aligner.reporting.rollout_table import read_rows
 from aligner.run.session import Session
 from aligner.types import FinishReason, SampleRow
@@ -22,7 +23,7 @@ def make_session(path: Path, rank: int = 0) -> Session:
 
 def test_rank_0_writes_each_step(tmp_path: Path) -> None:
     session = make_session(tmp_path / "run")
-    keep = validation_samples(session)
+    keep = partial(keep_validation, session)
     keep(ROWS)
     session.progress.at_step(12)
     keep(ROWS)
@@ -33,12 +34,12 @@ def test_rank_0_writes_each_step(tmp_path: Path) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     session = make_session(tmp_path / "run", rank=1)
-    validation_samples(session)(ROWS)
+    keep_validation(session, ROWS)
     assert not session.directory.validation.exists()
 
 
 def test_a_directory_that_cannot_be_written_costs_the_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session = make_session(tmp_path / "run")
     session.directory.validation.write_text("in the way")
-    validation_samples(session)(ROWS)
+    keep_validation(session, ROWS)
     assert "samples of a validation could not be written, the run continues" in capsys.readouterr().out
