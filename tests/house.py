@@ -132,11 +132,12 @@ def files_of_a_recipe(modules: Mapping[str, ast.Module]) -> tuple[int, str]:
     """(median over recipes of the files that one consists of, the recipe with most): modules that name its settings, its config, its
     program in examples/nlp, and a test."""
     counts = []
+    names = [{node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} for tree in modules.values()]
     for tree in modules.values():
         calls = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECIPE"]
         settings = {one.arg: ast.unparse(one.value) for call in calls if isinstance(call, ast.Call) for one in call.keywords}
         if "config" in settings:
-            named = sum(settings["config"] in {getattr(node, "id", "") for node in ast.walk(other)} for other in modules.values())
+            named = sum(settings["config"] in named_there for named_there in names)
             counts.append((named + 3, settings["name"].strip("'")))
     return (sorted(counts)[len(counts) // 2][0], f"(most: {max(counts)[1]}, {max(counts)[0]})") if counts else (0, "")
 

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
@@ -299,13 +299,9 @@ def _structured(schema: type) -> DictConfig:
     """
     node = OmegaConf.structured(schema)
     for field in fields(schema):  # type: ignore[arg-type]
-        if _is_section(field):
+        if is_dataclass(field.default_factory):
             _write_defaults(node, field.name, field.default_factory, field.default_factory())
     return node
-
-
-def _is_section(field: Field[Any]) -> bool:
-    return isinstance(field.default_factory, type) and is_dataclass(field.default_factory)
 
 
 def _write_defaults(parent: DictConfig, name: str, schema: type, made: Any) -> None:
@@ -315,11 +311,9 @@ def _write_defaults(parent: DictConfig, name: str, schema: type, made: Any) -> N
         return
     for field in fields(schema):
         value = getattr(made, field.name)
-        if _is_section(field):
+        if is_dataclass(field.default_factory):
             _write_defaults(parent[name], field.name, field.default_factory, value)
-            continue
-        written = field.default if field.default is not MISSING else field.default_factory()
-        if value != written:
+        elif value != (written := field.default if field.default is not MISSING else field.default_factory()):
             parent[name][field.name] = written
 
 
@@ -327,11 +321,9 @@ def to_object(schema: type[T], node: Any) -> T:
     """The plain object of a typed tree. Raises as `compose`."""
     try:
         _check_numbers(OmegaConf.to_container(node, resolve=True), schema_keys(schema))
-        config = _build(node)
+        config: T = _build(node)
     except OmegaConfBaseException as error:
         raise explain(error, ()) from error
-    if not isinstance(config, schema):
-        raise ConfigError(f"the composed config is a {type(config).__name__}, expected {schema.__name__}")
     return config
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from aligner.algorithms.registry import composed
 from aligner.cluster import outcomes
@@ -116,6 +117,44 @@ def test_derived_field_follows_the_override_and_not_the_default(conf):
     assert make(conf).model.sizes.head_dim == 16
     assert make(conf, "model=wide").model.sizes.head_dim == 64
     assert make(conf, "model=wide", "model.sizes.heads=8").model.sizes.head_dim == 32
+
+
+@dataclass(kw_only=True, slots=True)
+class Named(Model):
+    name: str = "x"
+
+
+@dataclass(kw_only=True, slots=True)
+class Deriving:
+    """Writes into the section below it, and puts another kind in the place of one."""
+
+    scale: int = 1
+    sizes: Sizes = field(default_factory=Sizes)
+    model: Model = field(default_factory=Model)
+
+    def __post_init__(self) -> None:
+        self.sizes.width *= self.scale
+        if self.scale == 1:
+            self.model = Named(path="here")
+
+
+@dataclass(kw_only=True, slots=True)
+class OfDeriving:
+    own: Deriving = field(default_factory=Deriving)
+
+
+def test_what_a_section_makes_of_the_defaults_below_it_is_no_default(tmp_path):
+    made = compose(OfDeriving, "mine", ["own.scale=3", "own.sizes.heads=2", "own.model.path=there"], [tmp_path / "mine", tmp_path]).own
+    assert (made.sizes, made.model) == (Sizes(width=192, heads=2, head_dim=32), Model(path="there"))
+
+
+def test_hydra_copies_the_schema_of_one_recipe(conf):
+    make(conf)
+    compose(Sizes, "mine", [], [conf / "mine", conf])
+    assert sorted(name for name in ConfigStore.instance().repo if name.startswith("aligner")) == [
+        "aligner_entry.yaml",
+        "aligner_schema.yaml",
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
