@@ -149,7 +149,8 @@ class KTO(Stateless):
     def validate(self) -> Mapping[str, float]:
         """Loss and metrics on the validation responses, as `validation/*`; z covers all of them."""
         if not self._validation:
-            self._validation = self._judged(self.validation, self._mismatched(self.validation, 0), self.config.validation_batch_size)
+            examples = list(self.validation)
+            self._validation = self._judged(examples, self._mismatched(examples, 0), self.config.validation_batch_size)
         if not self._validation:
             return {}
         loss = partial(self.loss, kl=self._kl(self._validation))
