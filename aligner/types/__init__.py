@@ -22,13 +22,7 @@ from aligner.types.batches import (
     TokenOutputs,
     ValueBatch,
 )
-from aligner.types.extras import (
-    Images,
-    Routes,
-    RowTensor,
-    no_expert,
-    route_dtype,
-)
+from aligner.types.extras import Images, Routes, RowTensor, no_expert, route_dtype
 from aligner.types.rollouts import (
     EpisodeRows,
     FinishReason,
@@ -42,3 +36,34 @@ from aligner.types.rollouts import (
     TokenTable,
     TurnMark,
 )
+
+__all__ = [
+    "Batch",
+    "DistillationBatch",
+    "EpisodeRows",
+    "FinishReason",
+    "Images",
+    "LabeledBatch",
+    "LogprobKind",
+    "LossOutput",
+    "MaskedBatch",
+    "PolicyBatch",
+    "PreferenceBatch",
+    "Prompt",
+    "Rollout",
+    "RolloutBatch",
+    "Routes",
+    "RowTensor",
+    "SampleRow",
+    "SampleTurn",
+    "SamplingConfig",
+    "Scores",
+    "StepBatch",
+    "TokenBatch",
+    "TokenOutputs",
+    "TokenTable",
+    "TurnMark",
+    "ValueBatch",
+    "no_expert",
+    "route_dtype",
+]
