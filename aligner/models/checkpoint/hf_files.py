@@ -22,6 +22,9 @@ MXFP4 = "MXFP4"
 MXFP4_ENDINGS = "_blocks", "_scales"  # of the names of a tensor's two, both U8
 FP8 = "FP8"
 FP8_SCALES = "_scale_inv"  # ends the name of the scales of a tensor in F8_E4M3
+BITS4 = "NF4"
+BITS4_STATE = ".quant_state.bitsandbytes__"  # behind the name of a tensor in U8: JSON, as bytes, of what the codes stand for
+BITS4_PARTS = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"  # scales and their tables
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER = "is a Git LFS pointer, not the file itself: fetch that with `git lfs pull`"
 _MOST_HEADER_BYTES = 100 << 20  # what the format itself allows
@@ -34,7 +37,7 @@ class Stored:
 
     file: str
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it: F32, BF16, I8, ...; or MXFP4 or FP8
+    dtype: str  # as safetensors calls it: F32, BF16, I8, ...; or MXFP4, FP8 or NF4
     span: tuple[int, int] = (0, 0)  # its bytes: from one offset in the file up to another
 
 
@@ -121,12 +124,21 @@ def _chunks(path: Path, start: int, end: int) -> Iterator[bytes]:
             yield file.read(min(_CHUNK_BYTES, end - offset))
 
 
-def as_read(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def as_read(directory: Path, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors that those of the files stand for: blocks [..., rows, groups, 16] of two numbers each and their scales in MXFP4 for
-    [..., groups * 32, rows], as gpt-oss has them; and matrices in FP8 with a scale for each block, as DeepSeek-V3 has them."""
+    [..., groups * 32, rows], as gpt-oss has them; matrices in FP8 with a scale for each block, as DeepSeek-V3 has them; and in four bits,
+    as bitsandbytes saves them."""
     blocks, scales = MXFP4_ENDINGS
     found = dict(tensors)
     for name, one in tensors.items():
+        packed, _, kind = name.partition(BITS4_STATE)
+        if kind and (codes := tensors.get(packed)) is not None and codes.dtype == "U8":
+            with (directory / one.file).open("rb") as file:
+                file.seek(one.span[0])
+                state = quant_state(file.read(one.span[1] - one.span[0]), directory / one.file, packed)
+            found[packed] = replace(codes, shape=tuple(state["shape"]), dtype=BITS4)
+            for own in (name, *(packed + ending for ending in BITS4_PARTS)):
+                found.pop(own, None)
         if one.dtype == "F8_E4M3" and len(one.shape) == 2 and found.pop(name + FP8_SCALES, None):
             found[name] = replace(one, dtype=FP8)
         base = name.removesuffix(blocks)
@@ -139,6 +151,15 @@ def as_read(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         del found[name], found[base + scales]
         found[base] = Stored(file=one.file, shape=(*stack, groups * size * 2, rows), dtype=MXFP4)
     return found
+
+
+def quant_state(data: bytes, path: Path, name: str) -> dict[str, Any]:
+    """What bitsandbytes has written about a tensor in four bits. Raises ModelFilesError if it says no shape or blocks."""
+    state = json_object(data, f"{path}: the state of {name}")
+    sizes = [state.get("blocksize"), *(state["shape"] if isinstance(state.get("shape"), list) else [None])]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ModelFilesError(f"{path}: the state of {name} is damaged: no shape and blocksize")
+    return state
 
 
 def _read_header(path: Path) -> tuple[dict[str, Stored], int]:

@@ -17,7 +17,19 @@ from torch import Tensor
 from aligner.errors import ModelFilesError
 from aligner.models.architecture.architecture import MOST_LAYERS
 from aligner.models.checkpoint import hf_files
-from aligner.models.checkpoint.hf_files import CONFIG_FILE, FP8, FP8_SCALES, MXFP4, MXFP4_ENDINGS, Stored, read_json, stored_tensors
+from aligner.models.checkpoint.hf_files import (
+    BITS4,
+    BITS4_PARTS,
+    BITS4_STATE,
+    CONFIG_FILE,
+    FP8,
+    FP8_SCALES,
+    MXFP4,
+    MXFP4_ENDINGS,
+    Stored,
+    read_json,
+    stored_tensors,
+)
 from aligner.models.config import Architecture
 from aligner.models.families import architecture_from_hf, mapping, weight_names
 from aligner.models.families.hf_config import LAYERS
@@ -28,7 +40,7 @@ from aligner.models.modules.scalar_head import HEAD, HF_HEADS, read_head
 _LM_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _FURTHER = re.compile(r".*\.eh_proj\.weight|mtp\.fc\.weight")  # what only layers have that predict further tokens
-_DTYPES = ("F64", "F32", "F16", "BF16", MXFP4, FP8)  # those of other quantized weights mean something else than their numbers
+_DTYPES = ("F64", "F32", "F16", "BF16", MXFP4, FP8, BITS4)  # those of other quantized weights mean something else than their numbers
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three bits below the sign
 
@@ -50,6 +62,15 @@ def fp8(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     rows, columns = numbers.shape
     each = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return numbers.float() * each
+
+
+def four_bits(codes: Tensor, scales: Tensor, table: Tensor, block: int) -> Tensor:
+    """What bitsandbytes packs (QLoRA, 2305.14314): uint8 `codes` of two numbers each, the high four bits first, which stand for those of
+    `table` [16] times the scale of each `block` of numbers -> float32 [numbers]. Raises ValueError for another number of scales."""
+    numbers = table[torch.stack([codes.flatten() >> 4, codes.flatten() & 0x0F], dim=-1).flatten().int()]
+    if scales.numel() != -(-numbers.numel() // block):
+        raise ValueError(f"has {scales.numel()} scales for {numbers.numel()} numbers in blocks of {block}")
+    return numbers * scales.repeat_interleave(block)[: numbers.numel()]
 
 
 class _Cut(NamedTuple):
@@ -78,7 +99,7 @@ class HFWeights:
             self._further = f"{len(further)} tensors, such as {further[0]}, predict further tokens, and are not read and not exported"
         left_out = {*self._images, *further}
         stored = {name: one for name, one in stored.items() if name not in left_out}
-        self._tensors = hf_files.as_read(stored)
+        self._tensors = hf_files.as_read(directory, stored)
         if others := [f"{name} is {one.dtype}" for name, one in self._tensors.items() if one.dtype not in _DTYPES]:
             raise ModelFilesError(f"{directory}: {others[0]} ({len(others)} such): not read; allowed: {', '.join(_DTYPES)}")
         called = table.stored if isinstance(table, SeeingNames) else text_name if wrapper else str
@@ -149,6 +170,8 @@ class HFWeights:
             raise ModelFilesError(f"{self.directory}: {name} is {found}, the model's config makes it {shape}")
         if self._tensors[stored].dtype == MXFP4:
             return mxfp4(*(self._read(stored + ending, part) for ending in MXFP4_ENDINGS))
+        if self._tensors[stored].dtype == BITS4:
+            return self._four_bits(stored).view(shape)
         if self._tensors[stored].dtype == FP8:
             quantization = read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}
             rows, columns = quantization.get("weight_block_size") or (1, 1)
@@ -157,6 +180,23 @@ class HFWeights:
             except ValueError as error:
                 raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
         return self._read(stored, part)
+
+    def _four_bits(self, stored: str) -> Tensor:
+        """Scales of the second kind are codes of their own (double quantization)."""
+        (named,) = (name for name in self._files if name.startswith(stored + BITS4_STATE))
+        state = hf_files.quant_state(bytes(self._read(named, None).tolist()), self.directory / self._files[named], stored)
+        absent = [stored + part for part in BITS4_PARTS[: 4 if "nested_blocksize" in state else 2] if stored + part not in self._files]
+        if absent:
+            raise ModelFilesError(f"{self.directory}: no tensor named {absent[0]}, which the state of {stored} expects")
+        try:
+            scales, table = (self._read(stored + part, None) for part in BITS4_PARTS[:2])
+            if "nested_blocksize" in state:
+                second, codes = (self._read(stored + part, None) for part in BITS4_PARTS[2:])
+                each = second.repeat_interleave(int(state["nested_blocksize"]))[: scales.numel()]
+                scales = codes[scales.int()] * each + float(state["nested_offset"])
+            return four_bits(self._read(stored, None), scales, table, state["blocksize"])
+        except (ValueError, KeyError, RuntimeError, IndexError) as error:
+            raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
 
     def _read(self, stored: str, part: int | None) -> Tensor:
         """A tensor of a file unchanged, or its slice at `part` of the first dimension."""
@@ -189,7 +229,7 @@ class HFWeights:
         if not (architecture.tied_embeddings and {head, embedding} <= self._stored.keys()):
             return False
         one, other = (self._tensors[self._stored[name]] for name in (head, embedding))
-        return one.dtype in (MXFP4, FP8) or not hf_files.is_same(self.directory, one, other)
+        return one.dtype in (MXFP4, FP8, BITS4) or not hf_files.is_same(self.directory, one, other)
 
     def check(self, architecture: Architecture, *, is_scalar: bool) -> None:
         """Raise ModelFilesError where the directory's tensors are not those of the whole model, or of the head that its config names."""

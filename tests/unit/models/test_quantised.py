@@ -11,9 +11,9 @@ from hf_models import randomize
 from safetensors.torch import load_file, save_file
 
 from aligner.commands.preflight.models import check_model
-from aligner.errors import CheckpointError, ModelFilesError
-from aligner.models.checkpoint.hf_weights import fp8, mxfp4
-from aligner.models.config import ModelConfig
+from aligner.errors import CheckpointError, ConfigError, ModelFilesError
+from aligner.models.checkpoint.hf_weights import four_bits, fp8, mxfp4
+from aligner.models.config import LoraConfig, LoraTarget, ModelConfig, Quantization
 from aligner.models.weights import save_hf
 from aligner.run.settings import UsedModel
 
@@ -177,4 +177,77 @@ def test_scales_that_do_not_fit_are_refused(in_fp8, topology, load_policy):
         load_policy(in_fp8)
     save_file({key: one for key, one in tensors.items() if key != f"{name}_scale_inv"}, in_fp8 / "model.safetensors")
     with pytest.raises(ModelFilesError, match=rf"{name} is F8_E4M3 \(1 such\): not read"):
+        load_policy(in_fp8)
+
+
+# In four bits, as bitsandbytes saves them.
+
+
+def test_four_bits_by_hand():
+    """The high four bits first: numbers 2 and 15, 1 and 0, 0 and 3 of the table, of which the first four have one scale."""
+    found = four_bits(torch.tensor([[0x2F], [0x10], [0x03]], dtype=torch.uint8), torch.tensor([10.0, 0.5]), torch.arange(16.0), 4)
+    assert found.tolist() == [20.0, 150.0, 10.0, 0.0, 0.0, 1.5]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "nested"])
+def in_four_bits(request, tmp_path) -> Path:
+    """What transformers saves of a model that bitsandbytes has packed; `nested` with double quantization."""
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    sizes = SIZES | {"head_dim": 16, "intermediate_size": 128}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).to(torch.bfloat16)
+    randomize(model, seed=1)
+    model.save_pretrained(tmp_path / "whole")
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=request.param)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16, quantization_config=how, device_map="cpu")
+    packed.save_pretrained(tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+def test_a_model_in_four_bits_is_read_exactly(in_four_bits, topology, load_policy, tmp_path):
+    """And packed again without double quantization it has the same numbers, though the file has it."""
+    from bitsandbytes.functional import dequantize_4bit
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(in_four_bits, dtype=torch.bfloat16, device_map="cpu")
+    states = {name: getattr(one, "quant_state", None) for name, one in theirs.named_parameters()}
+    expected = {
+        name: one.detach() if states[name] is None else dequantize_4bit(one.detach(), states[name])
+        for name, one in theirs.named_parameters()
+    }
+    assert sum(state is not None for state in states.values()) == 14
+    policy = load_policy(in_four_bits)
+    exported = {name: one.clone() for name, one in policy.export_weights()}
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name].bfloat16(), one) for name, one in expected.items())
+    save_hf(policy.chunks, tmp_path / "export", writer=True)
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
+    lora = LoraConfig(rank=2, targets=[LoraTarget.qkv])
+    again = dict(load_policy(in_four_bits, config={"quantization": Quantization.nf4, "lora": lora}).export_weights())
+    assert all(torch.equal(again[name], one) for name, one in exported.items())
+
+
+@pytest.mark.parametrize("in_four_bits", [True], indirect=True, ids=["nested"])
+def test_four_bits_without_their_parts_are_refused(in_four_bits, topology, load_policy):
+    file, name = in_four_bits / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    state = f"{name}.quant_state.bitsandbytes__nf4"
+    for part, message in (
+        (state, rf"{name} is U8 \(2 such\): not read"),
+        (f"{name}.nested_absmax", rf"no tensor named {name}\.nested_absmax, which the state of {name} expects"),
+    ):
+        save_file({key: one for key, one in tensors.items() if key != part}, file)
+        with pytest.raises(ModelFilesError, match=message):
+            load_policy(in_four_bits)
+    save_file(tensors | {f"{name}.absmax": tensors[f"{name}.absmax"][1:].contiguous()}, file)
+    with pytest.raises(ModelFilesError, match=rf"{name} has 127 scales for 8192 numbers in blocks of 64"):
+        load_policy(in_four_bits)
+    save_file(tensors | {state: torch.tensor(list(b'{"shape": [0]}'), dtype=torch.uint8)}, file)
+    with pytest.raises(ModelFilesError, match=rf"the state of {name} is damaged: no shape and blocksize"):
+        load_policy(in_four_bits)
+
+
+def test_eight_bits_of_bitsandbytes_are_refused(in_fp8, topology, load_policy):
+    change_config(in_fp8, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True})
+    with pytest.raises(ConfigError, match="load_in_4bit=false is not supported .*; allowed: true"):
         load_policy(in_fp8)
