@@ -9,7 +9,7 @@ import torch
 import transformers
 from own_models import write_granite
 from safetensors.torch import load_file
-from training_jobs import launcher, metrics_of, ppo_settings, run_aligner, run_job, series, train, write_rows, write_task
+from training_jobs import PLAIN_SERVERS, launcher, metrics_of, ppo_settings, run_aligner, run_job, series, train, write_rows, write_task
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 3
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def output(folder: Path) -> str:
     model = [f"model.path={folder / 'model'}", f"reward.model.path={folder / 'reward' / 'export'}", "optimizer.lr=1e-3"]
     settings = [one for one in ppo_settings(folder) if not one.startswith(("model.architecture", "model.tokenizer"))]
-    return run_job(launcher("ppo"), folder / "run", [*settings, *model, f"loop.max_steps={STEPS}", "loop.save_every=2"])
+    return run_job(launcher("ppo"), folder / "run", [*settings, *PLAIN_SERVERS, *model, f"loop.max_steps={STEPS}", "loop.save_every=2"])
 
 
 def test_it_trains_and_samples_with_the_same_numbers(folder: Path, output: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from resumed_runs import ready_server, weights
 from training_jobs import (
+    PLAIN_SERVERS,
     Job,
     checkpoint_steps,
     grpo_settings,
@@ -40,7 +41,7 @@ def reward_model(task: Path) -> Path:
 def settings(task: Path) -> list[str]:
     """Two ranks of the actor; validation and checkpoints on the way."""
     return [
-        *ppo_settings(task),
+        *(*ppo_settings(task), *PLAIN_SERVERS),
         *("algorithm.rollouts_per_step=24", "algorithm.mini_batch_size=12", "critic.mini_batch_size=12", "num_processes=2"),
         *(f"reward.model.path={reward_model(task)}", f"data.validation={task / 'prompts.jsonl'}", "data.num_validation_prompts=8"),
         *(f"loop.max_steps={NUM_STEPS}", "loop.save_every=2", "loop.validate_every=2"),

@@ -250,7 +250,7 @@ def test_a_run_by_slurm_is_shown_submitted_and_queued_before_it_runs(place: Path
         slurm.run("scontrol", "update", "partitionname=batch", "state=up")
         job.wait("COMPLETED", timeout_seconds=400)
         page.wait_for("2 of 2")
-        assert "done" in next(row.text for row in page.driver.find_elements(By.TAG_NAME, "tr") if "by_slurm" in row.text)
+        page.until(lambda: any({"by_slurm", "done"} <= set(row.text.split()) for row in page.driver.find_elements(By.TAG_NAME, "tr")))
 
 
 def choose(page: Browser, label: str, option: str) -> None:

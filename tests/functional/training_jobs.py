@@ -26,6 +26,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 SAYS_77 = ("reward.function.path=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
 _SIZES = ("num_layers=2", "hidden_size=32", "num_attention_heads=4", "num_key_value_heads=2", "ffn_hidden_size=64")
 SIZES = [f"model.architecture.{size}" for size in (*_SIZES, "max_position_embeddings=32")]
+PLAIN_SERVERS = ("critic.server.transport=http", "reward.server.transport=http")  # of runs whose subject is not Triton, which starts slowly
 ALIGNER = (sys.executable, "-u", "-m", "aligner.cli")
 
 

@@ -134,8 +134,12 @@ def _for_vocabulary(
     if not module.config.sequence_parallel:
         # Sums the ranks' parts of the gradient. On `selected`, whose gradient is contiguous: Megatron reduces a *copy* of one that is not.
         selected = copy_to_tensor_model_parallel_region(selected)
+    return selected, places, *_projection(module, temperature)
+
+
+def _projection(module: Chunk, temperature: float) -> tuple[Tensor, Projection]:
     weight, start = module.vocabulary_weight()
-    projection = Projection(
+    return weight, Projection(
         vocab_start=start,
         group=module.pg_collection.tp,
         temperature=temperature,
@@ -145,7 +149,6 @@ def _for_vocabulary(
         arithmetic=module.arithmetic,
         parameter=module.output_parameter,
     )
-    return selected, places, weight, projection
 
 
 def _select(hidden: Tensor, index: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
