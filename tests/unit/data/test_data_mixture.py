@@ -77,6 +77,8 @@ def test_a_source_whose_epochs_are_over_leaves_the_others_their_proportions():
     assert "".join(of) == "bacb" + "ba" + "bcb" * 3
     assert sorted(index for index in drawn(order, 5) if index < 2) == [0, 1]
     assert order.shares(5)["data/epoch/a"] == 1.0 and order.shares(5)["data/epoch/b"] == 9 / 50
+    others = [index for index in drawn(order, 26) if 2 <= index < 52]
+    assert sorted(others[:50]) == list(range(2, 52))  # b is still in its first epoch
     order.check(10**9)  # b and c go on for ever
 
 
