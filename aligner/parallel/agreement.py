@@ -19,7 +19,7 @@ from torch.distributed import Store
 from aligner.errors import LaunchError
 from aligner.version import __version__
 
-_SHOWN = 8  # ranks that a message lists
+_SHOWN = 8  # ranks, or runs of neighbours, that a message lists
 _MARGIN_SECONDS = 5.0  # the other ranks wait this much longer than rank 0, whose message names the missing ones
 _LINGER_SECONDS = 3.0  # for the other ranks to read a bad verdict: the store ends with rank 0
 
@@ -105,12 +105,13 @@ def _read(store: Store, rank: int) -> RankRecord:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
+    """`rank 3`, or `ranks 0-2, 5`; of many that are not neighbours the first, and how many more: a message is read by a person."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts[:_SHOWN])
+    more = sum(map(len, parts[_SHOWN:]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}" + (f" and {more} more" if more else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -132,7 +133,7 @@ def as_read(directory: Path, tensors: Mapping[str, Stored]) -> dict[str, Stored]
     found = dict(tensors)
     for name, one in tensors.items():
         packed, _, kind = name.partition(BITS4_STATE)
-        if kind and (codes := tensors.get(packed)) is not None and codes.dtype == "U8":
+        if kind and (codes := tensors.get(packed)) is not None and codes.dtype == one.dtype == "U8":
             with (directory / one.file).open("rb") as file:
                 file.seek(one.span[0])
                 state = quant_state(file.read(one.span[1] - one.span[0]), directory / one.file, packed)
@@ -154,11 +155,14 @@ def as_read(directory: Path, tensors: Mapping[str, Stored]) -> dict[str, Stored]
 
 
 def quant_state(data: bytes, path: Path, name: str) -> dict[str, Any]:
-    """What bitsandbytes has written about a tensor in four bits. Raises ModelFilesError if it says no shape or blocks."""
+    """What bitsandbytes has written about a tensor in four bits: `shape` and `blocksize`, and with double quantization `nested_blocksize`
+    and `nested_offset`. Raises ModelFilesError for other values."""
     state = json_object(data, f"{path}: the state of {name}")
     sizes = [state.get("blocksize"), *(state["shape"] if isinstance(state.get("shape"), list) else [None])]
-    if not all(type(size) is int and size > 0 for size in sizes):
-        raise ModelFilesError(f"{path}: the state of {name} is damaged: no shape and blocksize")
+    sizes += [state["nested_blocksize"]] if "nested_blocksize" in state else []
+    offset = state.get("nested_offset", None if "nested_blocksize" in state else 0.0)
+    if not all(type(size) is int and size > 0 for size in sizes) or type(offset) not in (int, float) or not math.isfinite(offset):
+        raise ModelFilesError(f"{path}: the state of {name} is damaged: shape, blocksize or nested ones")
     return state
 
 

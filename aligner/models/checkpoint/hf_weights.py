@@ -171,7 +171,7 @@ class HFWeights:
         if self._tensors[stored].dtype == MXFP4:
             return mxfp4(*(self._read(stored + ending, part) for ending in MXFP4_ENDINGS))
         if self._tensors[stored].dtype == BITS4:
-            return self._four_bits(stored).view(shape)
+            return self._four_bits(stored)
         if self._tensors[stored].dtype == FP8:
             quantization = read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}
             rows, columns = quantization.get("weight_block_size") or (1, 1)
@@ -182,8 +182,8 @@ class HFWeights:
         return self._read(stored, part)
 
     def _four_bits(self, stored: str) -> Tensor:
-        """Scales of the second kind are codes of their own (double quantization)."""
-        (named,) = (name for name in self._files if name.startswith(stored + BITS4_STATE))
+        """The numbers of a tensor in four bits, float32. With double quantization its scales are codes, too. Raises ModelFilesError."""
+        named = next(name for name in self._files if name.startswith(stored + BITS4_STATE))
         state = hf_files.quant_state(bytes(self._read(named, None).tolist()), self.directory / self._files[named], stored)
         absent = [stored + part for part in BITS4_PARTS[: 4 if "nested_blocksize" in state else 2] if stored + part not in self._files]
         if absent:
@@ -192,10 +192,10 @@ class HFWeights:
             scales, table = (self._read(stored + part, None) for part in BITS4_PARTS[:2])
             if "nested_blocksize" in state:
                 second, codes = (self._read(stored + part, None) for part in BITS4_PARTS[2:])
-                each = second.repeat_interleave(int(state["nested_blocksize"]))[: scales.numel()]
-                scales = codes[scales.int()] * each + float(state["nested_offset"])
-            return four_bits(self._read(stored, None), scales, table, state["blocksize"])
-        except (ValueError, KeyError, RuntimeError, IndexError) as error:
+                each = second.repeat_interleave(state["nested_blocksize"])[: scales.numel()]
+                scales = codes[scales.int()] * each + state["nested_offset"]
+            return four_bits(self._read(stored, None), scales, table, state["blocksize"]).view(state["shape"])
+        except (ValueError, RuntimeError, IndexError) as error:
             raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
 
     def _read(self, stored: str, part: int | None) -> Tensor:

@@ -242,9 +242,14 @@ def test_four_bits_without_their_parts_are_refused(in_four_bits, topology, load_
     save_file(tensors | {f"{name}.absmax": tensors[f"{name}.absmax"][1:].contiguous()}, file)
     with pytest.raises(ModelFilesError, match=rf"{name} has 127 scales for 8192 numbers in blocks of 64"):
         load_policy(in_four_bits)
-    save_file(tensors | {state: torch.tensor(list(b'{"shape": [0]}'), dtype=torch.uint8)}, file)
-    with pytest.raises(ModelFilesError, match=rf"the state of {name} is damaged: no shape and blocksize"):
+    save_file(tensors | {name: tensors[name][:-32].contiguous(), f"{name}.absmax": tensors[f"{name}.absmax"][1:].contiguous()}, file)
+    with pytest.raises(ModelFilesError, match=rf"{name} .*is invalid for input of size 8128"):
         load_policy(in_four_bits)
+    whole = json.loads(bytes(tensors[state].tolist()))
+    for wrong in ({"shape": [0]}, {"shape": None}, {"blocksize": "64"}, {"nested_blocksize": -1}, {"nested_offset": None}):
+        save_file(tensors | {state: torch.tensor(list(json.dumps(whole | wrong).encode()), dtype=torch.uint8)}, file)
+        with pytest.raises(ModelFilesError, match=rf"the state of {name} is damaged: shape, blocksize or nested ones"):
+            load_policy(in_four_bits)
 
 
 def test_eight_bits_of_bitsandbytes_are_refused(in_fp8, topology, load_policy):

@@ -97,6 +97,7 @@ def test_a_rank_alone_and_a_rank_without_a_record():
 
 def test_lists_of_ranks():
     assert [rank_list(ranks) for ranks in ([3], [2, 0, 1, 5], [7, 9])] == ["rank 3", "ranks 0-2, 5", "ranks 7, 9"]
+    assert rank_list(range(0, 4096, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2040 more"
 
 
 def test_a_record_survives_json():
