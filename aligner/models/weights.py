@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -178,9 +178,9 @@ class WeightSource(Protocol):
         """A parameter of a head; None if the files have no such tensor."""
 
 
-def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True) -> None:
+def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True, only: Collection[Tensor] | None = None) -> None:
     """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation, and all do
-    without `with_head`. A head of values may be the one beside a policy's export.
+    without `with_head`. A head of values may be the one beside a policy's export. `only`: these parameters, unless a chunk is whole.
 
     No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model; every rank raises), has the wrong shape,
     or is in the files but belongs to no parameter.
@@ -188,18 +188,21 @@ def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True)
     if isinstance(chunks[0], WholeChunk):
         chunks[0].read_files(directory, with_head=with_head)
     else:
-        fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head)
+        fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head, only=only)
     if with_head and chunks[-1].gives_values and chunks[-1].post_process and (directory / POLICY_HEAD_FILE).exists():
         with safe_open(directory / POLICY_HEAD_FILE, framework="pt") as handle, torch.no_grad():
             for name, parameter in chunks[-1].score_head.named_parameters():
                 parameter.copy_(handle.get_tensor(POLICY_HEAD_NAMES + name))
 
 
-def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = True) -> None:
+def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = True, only: Collection[Tensor] | None = None) -> None:
     """Fill this rank's shards from `source`, as `load_hf`."""
     source.check(chunks[0].architecture, is_scalar=chunks[0].head is not None)
+    wanted = None if only is None else set(map(id, only))
     with torch.no_grad():
         for part in named_shards(chunks):
+            if wanted is not None and id(part.parameter) not in wanted:
+                continue
             if part.rule is not None:
                 group, dim, shape = tensor_group(chunks[0], part.place), part.place.split_dim, list(part.place.shape)
                 if dim is not None:

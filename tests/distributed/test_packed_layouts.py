@@ -53,20 +53,24 @@ def write_base(folder: Path) -> None:
     adapted.save_pretrained(folder / "adapter")
 
 
-def start(kind: str, folder: Path, topology, parallel: dict, model: dict):
+def start(kind: str, folder: Path, topology, parallel: dict, model: dict, base: str = "base"):
     lora = LoraConfig(rank=4, alpha=8.0, path=str(folder / "adapter"), targets=[LoraTarget(one) for one in ("qkv", "proj", "fc1", "fc2")])
     settings = {"dtype": Dtype.float32, "make_vocab_divisible_by": 8, "logits_chunk_size": 16, "micro_batch_size": 1, "lora": lora}
-    config = ModelConfig(path=str(folder / "base"), quantization=Quantization(kind), **(settings | model))
+    config = ModelConfig(path=str(folder / base), quantization=Quantization(kind), **(settings | model))
     how = training(config, OptimizerConfig(**OPTIMIZER, distributed=True), total_steps=10)
     return create_policy(config, read_architecture(config, vocab_size=0), ParallelConfig(**parallel), topology, how)
 
 
 def codes(policy) -> dict[str, torch.Tensor]:
-    """Codes and scales of the first layer's weights, by name: of this rank."""
+    """Codes and scales of the first layer's weights on this rank, by name."""
+    return {name: tensor for name, tensor in all_codes(policy).items() if ".layers.0." in name}
+
+
+def all_codes(policy) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in policy.chunks[0].named_parameters():
         weight = linear_weight(parameter)
-        if isinstance(weight, PackedWeight) and ".layers.0." in name:
+        if isinstance(weight, PackedWeight):
             found |= {f"{name} {number}": tensor.clone() for number, tensor in enumerate(weight.storage)}
     return found
 
@@ -103,6 +107,19 @@ def resumed(kind: str, folder: Path, topology, parallel: dict, model: dict) -> d
     return {"again": train_step(again, batch, loss), "further": further, "merged": merged}
 
 
+def save_whole(folder: Path, topology) -> None:
+    """A checkpoint of the base's weights."""
+    config = ModelConfig(path=str(folder / "base"), dtype=Dtype.float32, make_vocab_divisible_by=8)
+    policy = create_policy(config, read_architecture(config, vocab_size=0), ParallelConfig(), topology, training(config, None))
+    checkpoint.save(folder / "whole", policy.model, checkpoint.SaveRequest(step=0, state={}))
+
+
+def reads_a_checkpoint(kind: str, folder: Path, topology, parallel: dict, model: dict) -> bool:
+    """Whether this rank has of a checkpoint, written by one process, what it has of the files."""
+    found, expected = (all_codes(start(kind, folder, topology, parallel, model, base)) for base in ("whole", "base"))
+    return found.keys() == expected.keys() and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def merged_from(saved: Path, topology) -> dict[str, torch.Tensor]:
     """What a checkpoint of adapters is as a model, read without packing over two ranks."""
     config = ModelConfig(path=str(saved), dtype=Dtype.float32, make_vocab_divisible_by=8)
@@ -124,9 +141,8 @@ def in_every_layout(folder: Path) -> dict:
                 with laid_out(parallel, seed=1) as topology:
                     own = train(kind, folder, topology, parallel, settings(model), tp)
                     own["resumed"] = resumed(kind, folder, topology, parallel, settings(model))
-                    parts = [None, None]
-                    dist.all_gather_object(parts, own["codes"])
-                    results[kind, name] = own | {"codes": parts}
+                    own["read"] = all(gather_objects(reads_a_checkpoint(kind, folder, topology, parallel, settings(model))))
+                    results[kind, name] = own | {"codes": gather_objects(own["codes"])}
             with laid_out({"tp": 2}, seed=1) as topology:
                 results[kind, "saved"] = merged_from(folder / f"{kind}_pp", topology)
         return results if dist.get_rank() == 0 else {}
@@ -141,11 +157,12 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder, topology) -> dict[str, dict]:
+    save_whole(folder, topology)
     return {kind: train(kind, folder, topology, {}, {}) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
-def many(folder, on_ranks) -> dict:
+def many(folder, one, on_ranks) -> dict:
     return on_ranks(in_every_layout, 2, folder)[0]
 
 
@@ -162,7 +179,7 @@ def test_packed_weights_equal_the_single_process(kind, layout, one, many):
     torch.testing.assert_close(got["end"], expected["end"], rtol=1e-4, atol=5e-5)
     assert_close(got["merged"], expected["merged"], atol=2e-6)
     assert max(got["gap"], expected["gap"]) < 1e-4
-    assert got["resumed"]["again"] == got["resumed"]["further"]
+    assert got["resumed"]["again"] == got["resumed"]["further"] and got["read"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

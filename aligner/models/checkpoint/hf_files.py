@@ -26,6 +26,9 @@ FP8_SCALES = "_scale_inv"  # ends the name of the scales of a tensor in F8_E4M3
 BITS4 = "NF4"
 BITS4_STATE = ".quant_state.bitsandbytes__"  # behind the name of a tensor in U8: JSON, as bytes, of what the codes stand for
 BITS4_PARTS = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"  # scales and their tables
+BITS8 = "INT8"
+BITS8_SCALES = "SCB"  # in place of `weight` in the name of a matrix in I8
+BITS8_FORMAT = "weight_format"  # and of what orders its bytes, which files have in rows
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER = "is a Git LFS pointer, not the file itself: fetch that with `git lfs pull`"
 _MOST_HEADER_BYTES = 100 << 20  # what the format itself allows
@@ -38,7 +41,7 @@ class Stored:
 
     file: str
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it: F32, BF16, I8, ...; or MXFP4, FP8 or NF4
+    dtype: str  # as safetensors calls it: F32, BF16, I8, ...; or MXFP4, FP8, NF4 or INT8
     span: tuple[int, int] = (0, 0)  # its bytes: from one offset in the file up to another
 
 
@@ -127,8 +130,8 @@ def _chunks(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 def as_read(directory: Path, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors that those of the files stand for: blocks [..., rows, groups, 16] of two numbers each and their scales in MXFP4 for
-    [..., groups * 32, rows], as gpt-oss has them; matrices in FP8 with a scale for each block, as DeepSeek-V3 has them; and in four bits,
-    as bitsandbytes saves them."""
+    [..., groups * 32, rows], as gpt-oss has them; matrices in FP8 with a scale for each block, as DeepSeek-V3 has them; and in four or
+    eight bits, as bitsandbytes saves them."""
     blocks, scales = MXFP4_ENDINGS
     found = dict(tensors)
     for name, one in tensors.items():
@@ -142,6 +145,12 @@ def as_read(directory: Path, tensors: Mapping[str, Stored]) -> dict[str, Stored]
                 found.pop(own, None)
         if one.dtype == "F8_E4M3" and len(one.shape) == 2 and found.pop(name + FP8_SCALES, None):
             found[name] = replace(one, dtype=FP8)
+        layer, _, kind = name.rpartition(".")
+        scales8 = tensors.get(f"{layer}.{BITS8_SCALES}")
+        if kind == "weight" and one.dtype == "I8" and scales8 is not None and (scales8.dtype, scales8.shape) == ("F32", one.shape[:1]):
+            found[name] = replace(one, dtype=BITS8)
+            for own in (BITS8_SCALES, BITS8_FORMAT):
+                found.pop(f"{layer}.{own}", None)
         base = name.removesuffix(blocks)
         pair = one, tensors.get(base + scales)
         if base == name or pair[1] is None or {part.dtype for part in pair} != {"U8"} or one.shape[:-1] != pair[1].shape:

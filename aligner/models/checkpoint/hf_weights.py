@@ -21,6 +21,9 @@ from aligner.models.checkpoint.hf_files import (
     BITS4,
     BITS4_PARTS,
     BITS4_STATE,
+    BITS8,
+    BITS8_FORMAT,
+    BITS8_SCALES,
     CONFIG_FILE,
     FP8,
     FP8_SCALES,
@@ -40,7 +43,7 @@ from aligner.models.modules.scalar_head import HEAD, HF_HEADS, read_head
 _LM_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _FURTHER = re.compile(r".*\.eh_proj\.weight|mtp\.fc\.weight")  # what only layers have that predict further tokens
-_DTYPES = ("F64", "F32", "F16", "BF16", MXFP4, FP8, BITS4)  # those of other quantized weights mean something else than their numbers
+_DTYPES = ("F64", "F32", "F16", "BF16", MXFP4, FP8, BITS4, BITS8)  # those of other quantized weights mean something else than their numbers
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three bits below the sign
 
@@ -71,6 +74,11 @@ def four_bits(codes: Tensor, scales: Tensor, table: Tensor, block: int) -> Tenso
     if scales.numel() != -(-numbers.numel() // block):
         raise ValueError(f"has {scales.numel()} scales for {numbers.numel()} numbers in blocks of {block}")
     return numbers * scales.repeat_interleave(block)[: numbers.numel()]
+
+
+def eight_bits(codes: Tensor, scales: Tensor) -> Tensor:
+    """What bitsandbytes packs in INT8 (2208.07339): `codes` [rows, columns], of which 127 stands for a row's scale -> float32."""
+    return codes * scales[:, None] * torch.tensor(1 / 127, dtype=torch.float32)
 
 
 class _Cut(NamedTuple):
@@ -172,6 +180,11 @@ class HFWeights:
             return mxfp4(*(self._read(stored + ending, part) for ending in MXFP4_ENDINGS))
         if self._tensors[stored].dtype == BITS4:
             return self._four_bits(stored)
+        if self._tensors[stored].dtype == BITS8:
+            layer = stored.removesuffix("weight")
+            if (order := layer + BITS8_FORMAT) in self._files and int(self._read(order, None)) != 0:
+                raise ModelFilesError(f"{self.directory}: {order} is {int(self._read(order, None))}; allowed: 0, numbers in rows")
+            return eight_bits(self._read(stored, None), self._read(layer + BITS8_SCALES, None))
         if self._tensors[stored].dtype == FP8:
             quantization = read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}
             rows, columns = quantization.get("weight_block_size") or (1, 1)
@@ -229,7 +242,7 @@ class HFWeights:
         if not (architecture.tied_embeddings and {head, embedding} <= self._stored.keys()):
             return False
         one, other = (self._tensors[self._stored[name]] for name in (head, embedding))
-        return one.dtype in (MXFP4, FP8, BITS4) or not hf_files.is_same(self.directory, one, other)
+        return one.dtype in (MXFP4, FP8, BITS4, BITS8) or not hf_files.is_same(self.directory, one, other)
 
     def check(self, architecture: Architecture, *, is_scalar: bool) -> None:
         """Raise ModelFilesError where the directory's tensors are not those of the whole model, or of the head that its config names."""

@@ -61,8 +61,13 @@ def find(states: Iterable[Any], *, vocabulary: int) -> Found:
         copies = own.setdefault(shard.key, _Copies(dtype=str(shard.data.dtype), by_replica={}))
         replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else tuple(shard.replica_id)
         copies.add(replica, _within(shard, vocabulary).numel(), total)
+    return joined(gather_objects(own))
+
+
+def joined(parts: Iterable[Found]) -> Found:
+    """The sums of tensors of which each part has some elements."""
     whole: dict[str, _Copies] = {}
-    for part in gather_objects(own):
+    for part in parts:
         for key, copies in part.items():
             kept = whole.setdefault(key, _Copies(dtype=copies.dtype, by_replica={}))
             for replica, (elements, total) in copies.by_replica.items():

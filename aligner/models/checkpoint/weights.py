@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from aligner.errors import CheckpointError
 from aligner.models.checkpoint import manifest, safe_pickle
@@ -22,13 +28,13 @@ from aligner.models.checkpoint.wrapper import same_weights
 from aligner.models.config import HFArchitecture, LoraConfig, LoraInit, LoraTarget, Part, Quantization
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.modules.chunk import Chunk, global_name
+from aligner.models.modules.chunk import Chunk, WholeChunk, global_name
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import Adapter, make_adapters, named_adapters
 from aligner.models.modules.packed import dense, round_as
 from aligner.models.modules.scalar_head import HEAD, POLICY_HEAD, has_policy_head, read_head
 from aligner.models.weights import fill, load_hf
-from aligner.parallel.collectives import from_rank_0, raise_everywhere
+from aligner.parallel.collectives import from_rank_0, gather_objects, raise_everywhere
 from aligner.parallel.mcore import NEEDS_COMMON_FILE, ShardedTensor, dist_checkpointing, parallel_state, version
 
 
@@ -45,11 +51,16 @@ def load_source(chunks: Sequence[Chunk], source: Path, *, verify: bool = True, w
     """Fill the chunks from a Hugging Face directory, Megatron-LM's or NeMo's files, or a checkpoint (`load_weights`). Collective."""
     if (source / MARKER).exists():
         load_weights(chunks, source, verify=verify, with_head=with_head)
-    elif is_foreign(source):
-        with open_weights(source) as weights:
-            fill(chunks, weights, with_head=with_head)
     else:
-        load_hf(chunks, source, with_head=with_head)
+        _load_files(chunks, source, with_head=with_head)
+
+
+def _load_files(chunks: Sequence[Chunk], source: Path, *, with_head: bool, only: Collection[Tensor] | None = None) -> None:
+    if is_foreign(source):
+        with open_weights(source) as weights:
+            fill(chunks, weights, with_head=with_head, only=only)
+    else:
+        load_hf(chunks, source, with_head=with_head, only=only)
 
 
 def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, with_head: bool = True) -> None:
@@ -59,29 +70,150 @@ def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, wi
     merged into the weights, which are first rounded as they were under them (`model.quantization`); the chunks' own stay unchanged. With
     `verify`, first compare the files with their SHA-256. Without `with_head`, a head stays unchanged. Raises CheckpointError.
     """
-    with dense(chunks):
-        _load_whole(chunks, _verified(path, verify), verify=verify, with_head=with_head)
+    source, adapted = resolve(path), list[_Adapted]()
+    while (source / MARKER).exists():
+        directory, marker = _verified(source, verify), read_marker(source)
+        if LORA not in marker:
+            break
+        # A head is saved with the adapters: that of a critic has one output, whatever the reward model under it has.
+        adapted.append(_adapted(chunks, directory, marker, with_head=with_head and not adapted))
+        source = base_of(marker, directory)
+    with_head, is_checkpoint, found = with_head and not adapted, (source / MARKER).exists(), list[checkpoint_sums.Found]()
+    if is_checkpoint:
+        _check_readable(source / "weights")
+    for part in _parts(chunks, is_whole=isinstance(chunks[0], WholeChunk) and not is_checkpoint):
+        with dense(part.parameters):
+            if is_checkpoint:
+                found.append(_load_part(part, source, with_head=with_head))
+            else:
+                _load_files(chunks, source, with_head=with_head, only=part.parameters)
+            for one in reversed(adapted):
+                one.apply(part)
+    if is_checkpoint:
+        checkpoint_sums.compare(from_rank_0(lambda: checkpoint_sums.read(source)), checkpoint_sums.joined(found), str(source))
 
 
-def _load_whole(chunks: Sequence[Chunk], directory: Path, *, verify: bool, with_head: bool) -> None:
-    marker = read_marker(directory)
-    if LORA not in marker:
-        states = [whole_state(chunk) for chunk in chunks]
-        for chunk, state in zip(chunks, _read_states(chunks, directory, states, with_head=with_head), strict=True):
+class _Part:
+    """What is filled at a time of a model: all of it, or `layers` of its chunks by their number and prefix, of which all others stay
+    packed."""
+
+    def __init__(self, chunks: Sequence[Chunk], layers: Collection[tuple[int, str]] | None) -> None:
+        self.chunks, self._layers = chunks, layers
+        named = ((number, name, p) for number, chunk in enumerate(chunks) for name, p in chunk.named_parameters())
+        self.parameters = [p for number, name, p in named if self.has(number, name) and ADAPTER not in name]
+
+    @property
+    def is_whole(self) -> bool:
+        return self._layers is None
+
+    def has(self, number: int, name: str) -> bool:
+        """Whether a tensor of a chunk belongs to it."""
+        return self._layers is None or (number, _layer(name)) in self._layers
+
+    def states(self) -> list[dict[str, Any]]:
+        """Of each chunk what belongs to it, with its place in the whole model."""
+        return [
+            {name: shard for name, shard in whole_state(chunk).items() if self.has(number, name)}
+            for number, chunk in enumerate(self.chunks)
+        ]
+
+
+def _layer(name: str) -> str:
+    """What a tensor's name begins with if it is a layer's; else empty."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""
+
+
+def _parts(chunks: Sequence[Chunk], *, is_whole: bool) -> list[_Part]:
+    """As many on every rank; the last may be empty. Packed models are filled layer by layer. Collective if they are."""
+    if is_whole or not chunks[0].quantization.is_on:
+        return [_Part(chunks, None)]
+    layers = [[(number, layer)] for number, chunk in enumerate(chunks) for layer in dict.fromkeys(map(_layer, chunk.state_dict()))]
+    most = max(gather_objects(len(layers)))
+    return [_Part(chunks, one) for one in (*layers, *([[]] * (most - len(layers))))]
+
+
+def _load_part(part: _Part, directory: Path, *, with_head: bool) -> checkpoint_sums.Found:
+    """Fill it from a checkpoint without adapters; the sums of what it holds then. Collective."""
+    if part.is_whole:
+        for chunk, state in zip(part.chunks, _read_states(part.chunks, directory, part.states(), with_head=with_head), strict=True):
             _fill(chunk, state, directory)
-        found = checkpoint_sums.find(map(whole_state, chunks), vocabulary=chunks[0].architecture.vocab_size)
-        checkpoint_sums.compare(from_rank_0(lambda: checkpoint_sums.read(directory)), found, str(directory))
-        return
-    # The head is saved with the adapters: that of a critic has one output, whatever the reward model under it has.
-    load_source(chunks, base_of(marker, directory), verify=verify, with_head=False)
-    if QUANTIZATION in marker:
-        kind, dtype, nested = saved_quantization(marker)
-        round_as(chunks, kind, dtype, nested=nested)
+    else:
+        error: CheckpointError | None = None
+        absent = _absent(part.chunks, directory, with_head=with_head)
+        states = [{name: shard for name, shard in state.items() if not name.startswith(absent)} for state in part.states()]
+        try:
+            _read_in_place([shard for state in states for shard in checkpoint_sums.tensors(state)], directory / "weights")
+        except CheckpointError as refused:
+            error = refused
+        except (KeyError, OSError, RuntimeError, TorchCheckpointException) as failed:
+            error = CheckpointError(f"{directory}: cannot be read into the model: {failed}")
+        raise_everywhere(error)
+    return checkpoint_sums.find(part.states(), vocabulary=part.chunks[0].architecture.vocab_size)
+
+
+class _InPlace(DefaultLoadPlanner):
+    """Reads parts of tensors into `targets`, by their key and their offset in the whole ones."""
+
+    def __init__(self, targets: Mapping[MetadataIndex, Tensor]) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target = self._targets[read_item.dest_index]
+        return target[tuple(slice(first, first + size) for first, size in zip(read_item.dest_offsets, read_item.lengths, strict=True))]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+@torch.no_grad()
+def _read_in_place(shards: Iterable[ShardedTensor], directory: Path) -> None:
+    """Read tensors of a distributed checkpoint into the shards' data: some of its layers, which Megatron-Core reads together. No
+    communication. Raises CheckpointError for one that is missing or has another shape, and what reading raises."""
+    reader = FileSystemReader(directory)
+    metadata, targets, items = reader.read_metadata(), dict[MetadataIndex, Tensor](), list[ReadItem]()
+    for shard in shards:
+        saved = metadata.state_dict_metadata.get(shard.key)
+        size = torch.Size() if saved is None else saved.size
+        if size != torch.Size(shard.global_shape) and not (shard.allow_shape_mismatch and size[1:] == torch.Size(shard.global_shape[1:])):
+            raise CheckpointError(f"{directory}: {shard.key} is {tuple(size) or 'missing'}, the model has {tuple(shard.global_shape)}")
+        data = shard.data.view(*[1] * shard.prepend_axis_num, *shard.local_shape)
+        if shard.allow_shape_mismatch:  # rows of a vocabulary, which has less padding there, or more
+            data[max(0, size[0] - shard.global_offset[0]) :] = 0
+            data = data[: max(0, size[0] - shard.global_offset[0])]
+        if data.numel():
+            place = ChunkStorageMetadata(offsets=torch.Size(shard.global_offset), sizes=data.shape)
+            targets[MetadataIndex(shard.key, place.offsets)] = data
+            items += create_read_items_for_chunk_list(shard.key, saved, [place])
+    planner = _InPlace(targets)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """A checkpoint of adapters, read: of each chunk the adapters, and what they and the head had."""
+
+    adapters: Sequence[Mapping[str, Adapter]]
+    loaded: Sequence[Mapping[str, Any]]
+    packed: tuple[Quantization, torch.dtype, bool] | None  # the weights under them
+
+    def apply(self, part: _Part) -> None:
+        """Merge them into a part's weights, and load the head there."""
+        if self.packed is not None:
+            kind, dtype, nested = self.packed
+            round_as(part.chunks, kind, dtype, nested=nested, only=part.parameters)
+        for number, (chunk, own, state) in enumerate(zip(part.chunks, self.adapters, self.loaded, strict=True)):
+            merge(chunk, {layer: one for layer, one in own.items() if part.has(number, f"{layer}.weight")}, state)
+
+
+def _adapted(chunks: Sequence[Chunk], directory: Path, marker: Mapping[str, Any], *, with_head: bool) -> _Adapted:
     lora = saved_lora(marker)
     adapters = [make_adapters(chunk, lora) for chunk in chunks]
     states = [head_state(chunk) | adapter_state(chunk, own) for chunk, own in zip(chunks, adapters, strict=True)]
-    for chunk, own, state in zip(chunks, adapters, _read_states(chunks, directory, states, with_head=with_head), strict=True):
-        merge(chunk, own, state)
+    loaded = _read_states(chunks, directory, states, with_head=with_head)
+    return _Adapted(adapters, loaded, saved_quantization(marker) if QUANTIZATION in marker else None)
 
 
 def load_same(chunks: Sequence[Chunk], path: Path, *, verify: bool = True) -> None:
@@ -103,17 +235,22 @@ def _verified(path: Path, verify: bool) -> Path:
 def _read_states(
     chunks: Sequence[Chunk], directory: Path, states: Sequence[dict[str, Any]], *, with_head: bool = True
 ) -> list[dict[str, Any]]:
-    kind = read_marker(directory)["kind"]
-    _check_architecture(directory, chunks[0])
-    if kind != kind_of(chunks) and kind != "language":
-        raise CheckpointError(f"{directory}: a {kind} model's checkpoint cannot be loaded into a {kind_of(chunks)} model")
-    absent = _heads_absent(chunks[0], directory) if with_head else (HEAD,)
+    absent = _absent(chunks, directory, with_head=with_head)
     wanted = {
         f"model{number}": {name: shard for name, shard in state.items() if not name.startswith(absent)}
         for number, state in enumerate(states)
     }
     loaded = read(wanted, directory / "weights")
     return [loaded[name] for name in wanted]
+
+
+def _absent(chunks: Sequence[Chunk], directory: Path, *, with_head: bool) -> tuple[str, ...]:
+    """Prefixes of the parameters that are not read. Raises CheckpointError for a checkpoint of another model."""
+    kind = read_marker(directory)["kind"]
+    _check_architecture(directory, chunks[0])
+    if kind != kind_of(chunks) and kind != "language":
+        raise CheckpointError(f"{directory}: a {kind} model's checkpoint cannot be loaded into a {kind_of(chunks)} model")
+    return _heads_absent(chunks[0], directory) if with_head else (HEAD,)
 
 
 def _heads_absent(chunk: Chunk, directory: Path) -> tuple[str, ...]:
@@ -159,6 +296,17 @@ def _fill(chunk: Chunk, loaded: dict[str, Any], directory: Path) -> None:
 
 def read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The tensors of a sharded state from a distributed checkpoint. Every rank calls it. Raises CheckpointError on every rank."""
+    _check_readable(directory)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return dist_checkpointing.load(wanted, str(directory))
+    except (KeyError, OSError, dist_checkpointing.core.CheckpointingException, TorchCheckpointException) as error:
+        raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error
+
+
+def _check_readable(directory: Path) -> None:
+    """Raise CheckpointError on every rank for files that are not read. Collective."""
     error: CheckpointError | None = None
     try:
         if dist.get_rank() == 0:
@@ -171,12 +319,6 @@ def read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
     except (CheckpointError, OSError) as refused:
         error = refused if isinstance(refused, CheckpointError) else CheckpointError(f"{directory}: cannot be read: {refused}")
     raise_everywhere(error)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return dist_checkpointing.load(wanted, str(directory))
-    except (KeyError, OSError, dist_checkpointing.core.CheckpointingException, TorchCheckpointException) as error:
-        raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error
 
 
 LORA, QUANTIZATION = "lora", "quantization"  # keys of a marker

@@ -191,7 +191,7 @@ class HFConfig:
         if method not in ("mxfp4", "fp8", "bitsandbytes"):
             raise self.refusal("quantization_config.quant_method", method, '"mxfp4", "fp8" or "bitsandbytes"')
         if method == "bitsandbytes":
-            self.part(**found).only({"load_in_4bit": (True,), "load_in_8bit": (False,), "bnb_4bit_quant_storage": ("uint8",)})
+            self.part(**found).only({"bnb_4bit_quant_storage": ("uint8",)})
         if method == "fp8":
             block = found.get("weight_block_size")
             if not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:

@@ -161,9 +161,9 @@ def check_filled(chunks: Sequence[Any]) -> None:
 
 
 @contextmanager
-def dense(chunks: Sequence[Any]) -> Iterator[None]:
-    """In the block the packed weights are dense, of any contents; at its end they are packed. For checkpoints, which are whole."""
-    opened = [(p, p.packed) for chunk in chunks for p in chunk.parameters() if "packed" in p.__dict__]
+def dense(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """In the block the packed ones among these are dense, of any contents; at its end they are packed. For checkpoints, which are dense."""
+    opened = [(p, p.packed) for p in parameters if "packed" in p.__dict__]
     for parameter, (packing, _) in opened:
         numbers = torch.empty(linear_weight(parameter).shape, dtype=packing.dtype, device=parameter.device)
         del parameter.packed
@@ -177,10 +177,14 @@ def dense(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype, *, nested: bool) -> None:
-    """Round a model's dense linear layers as if packed. Raises ConfigError for NF4 if ranks have parts of its blocks."""
+def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype, *, nested: bool, only: Iterable[torch.nn.Parameter]) -> None:
+    """Round those of a model's dense linear layers whose weights are in `only` as if packed. Raises ConfigError for NF4 if ranks have parts
+    of its blocks."""
+    wanted = set(map(id, only))
     for chunk in chunks:
         for name, weight in _layers(chunk, kind):
+            if id(weight) not in wanted:
+                continue
             of_expert, last = ".local_experts." in name, name.rsplit(".", 1)[-1]
             group = chunk.pg_collection.expt_tp if of_expert else chunk.pg_collection.tp
             if kind is Quantization.nf4 and weight.shape[1] % PACKED_BLOCK:

@@ -16,7 +16,7 @@ from aligner.errors import CheckpointError, ConfigError, EngineError
 from aligner.losses.sft import sft_loss
 from aligner.models import create
 from aligner.models.architecture.divisible import check_together
-from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint import checkpoint, weights
 from aligner.models.config import Architecture, Dtype, Family, Layers, LoraConfig, LoraTarget, ModelConfig, Quantization, Recompute
 from aligner.models.modules import linear
 from aligner.models.modules.build import build_model
@@ -156,14 +156,28 @@ def test_weights_that_nothing_has_filled_are_refused(kind, topology):
     TrainableModel(build_model(sizes, model, ParallelConfig(), load=False), topology, Training(optimizer=None))
 
 
+def whole_checkpoint(folder: Path, files: Path, load_policy) -> Path:
+    return checkpoint.save(folder, load_policy(files, optimizer=adam()).model, checkpoint.SaveRequest(step=0, state={}))
+
+
+def adapted_checkpoint(folder: Path, files: Path, load_policy) -> Path:
+    """Of adapters on packed weights that begin with a whole checkpoint."""
+    lora = LoraConfig(rank=1, targets=ALL)
+    config = {"dtype": Dtype.bfloat16, "quantization": Quantization.nf4, "lora": lora}
+    policy = load_policy(whole_checkpoint(folder / "whole", files, load_policy), optimizer=adam(), config=config)
+    return checkpoint.save(folder / "adapted", policy.model, checkpoint.SaveRequest(step=0, state={}))
+
+
+@pytest.mark.parametrize("source", [None, whole_checkpoint, adapted_checkpoint])
 @pytest.mark.parametrize(("kind", "most"), [(Quantization.nf4, 0.57), (Quantization.int8, 1.04)])
-def test_packed_weights_take_few_bytes_and_are_never_dense_together(kind, most, make, tmp_path):
-    """Six more layers cost what they have packed, also while the files are read: the largest dense weight is one."""
+def test_packed_weights_take_few_bytes_and_are_never_dense_together(kind, most, source, make, load_policy, tmp_path):
+    """Six more layers cost what they have packed, also while files or checkpoints are read: a weight or a layer is dense at a time."""
     peaks, numbers = {}, {}
     for layers in (2, 8):
-        write_base(tmp_path / str(layers), num_hidden_layers=layers)
+        path = write_base(tmp_path / str(layers), num_hidden_layers=layers)
+        path = path if source is None else source(tmp_path / f"{layers} saved", path, load_policy)
         with LiveStorage() as made:
-            policy = make(kind, path=tmp_path / str(layers), rank=1, config={"dtype": Dtype.bfloat16})
+            policy = make(kind, path=path, rank=1, config={"dtype": Dtype.bfloat16})
         weights = packed(policy)
         assert len(weights) == 4 * layers == sum(name.endswith(LINEARS) for name, _ in policy.module.named_modules())
         peaks[layers], numbers[layers] = made.peak, sum(weight.shape.numel() for weight in weights)
@@ -244,9 +258,23 @@ def test_the_adapter_is_pefts(make, base, tmp_path):
 
 
 def test_a_checkpoint_of_whole_weights_is_packed_as_the_files_are(make, load_policy, base, tmp_path):
-    whole = load_policy(base, optimizer=adam())
-    saved = checkpoint.save(tmp_path, whole.model, checkpoint.SaveRequest(step=0, state={}))
-    assert equal(codes(make(path=saved)), codes(make()))
+    found = make(path=whole_checkpoint(tmp_path, base, load_policy))
+    assert equal(codes(found), codes(make()))
+    ours, theirs = (dict(one.module.named_parameters()) for one in (found, load_policy(base)))
+    for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"):
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_a_checkpoint_that_is_read_layer_by_layer_is_verified(make, load_policy, base, tmp_path):
+    saved = whole_checkpoint(tmp_path, base, load_policy)
+    other = make(path=write_base(tmp_path / "other", num_hidden_layers=4)).chunks
+    with pytest.raises(CheckpointError, match="does not fit the model: num_layers is 2 there and 4 here"):
+        weights.load_weights(other, saved)
+    sums = json.loads((saved / "sums.json").read_text())
+    sums["decoder.layers.mlp.linear_fc2.weight"]["sum"] = "0" * 16
+    (saved / "sums.json").write_text(json.dumps(sums))
+    with pytest.raises(CheckpointError, match=r"1 of \d+ tensors are not those that were in memory .*linear_fc2"):
+        weights.load_weights(make().chunks, saved, verify=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,9 +11,10 @@ from hf_models import randomize
 from safetensors.torch import load_file, save_file
 
 from aligner.commands.preflight.models import check_model
-from aligner.errors import CheckpointError, ConfigError, ModelFilesError
+from aligner.errors import CheckpointError, ModelFilesError
 from aligner.models.checkpoint.hf_weights import four_bits, fp8, mxfp4
 from aligner.models.config import LoraConfig, LoraTarget, ModelConfig, Quantization
+from aligner.models.modules.linear import linear_weight
 from aligner.models.weights import save_hf
 from aligner.run.settings import UsedModel
 
@@ -252,7 +253,44 @@ def test_four_bits_without_their_parts_are_refused(in_four_bits, topology, load_
             load_policy(in_four_bits)
 
 
-def test_eight_bits_of_bitsandbytes_are_refused(in_fp8, topology, load_policy):
-    change_config(in_fp8, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True})
-    with pytest.raises(ConfigError, match="load_in_4bit=false is not supported .*; allowed: true"):
-        load_policy(in_fp8)
+@pytest.fixture
+def in_eight_bits(tmp_path) -> Path:
+    """What transformers saves of a model that bitsandbytes has packed in INT8."""
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES | {"head_dim": 16, "intermediate_size": 48}))
+    randomize(model, seed=1)
+    model.save_pretrained(tmp_path / "whole")
+    how = BitsAndBytesConfig(load_in_8bit=True)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=how, device_map="cpu")
+    packed.save_pretrained(tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+def test_a_model_in_eight_bits_is_read_exactly(in_eight_bits, topology, load_policy):
+    """And packed again it has the very codes and scales of the file."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(in_eight_bits, dtype=torch.float32, device_map="cpu").dequantize()
+    policy = load_policy(in_eight_bits)
+    exported = {name: one.clone() for name, one in policy.export_weights()}
+    expected = dict(theirs.named_parameters())
+    assert exported.keys() == expected.keys() and all(torch.equal(exported[name], one) for name, one in expected.items())
+    lora = LoraConfig(rank=2, targets=[LoraTarget.qkv])
+    again = load_policy(in_eight_bits, config={"quantization": Quantization.int8, "lora": lora})
+    codes, scales = linear_weight(again.module.get_parameter("decoder.layers.1.mlp.linear_fc2.weight")).storage
+    stored, layer = load_file(in_eight_bits / "model.safetensors"), "model.layers.1.mlp.down_proj"
+    assert torch.equal(codes, stored[f"{layer}.weight"]) and codes.unique().numel() > 100
+    torch.testing.assert_close(scales[:, 0] * 127, stored[f"{layer}.SCB"], rtol=1e-6, atol=0)
+
+
+def test_eight_bits_without_their_scales_are_refused(in_eight_bits, topology, load_policy):
+    file, layer = in_eight_bits / "model.safetensors", "model.layers.0.mlp.up_proj"
+    tensors = load_file(file)
+    for wrong in ({}, {f"{layer}.SCB": tensors[f"{layer}.SCB"][1:].contiguous()}):
+        save_file({name: one for name, one in tensors.items() if name != f"{layer}.SCB"} | wrong, file)
+        with pytest.raises(ModelFilesError, match=rf"{layer}\.weight is I8 \(2 such\): not read"):
+            load_policy(in_eight_bits)
+    save_file(tensors | {f"{layer}.weight_format": torch.tensor(2, dtype=torch.uint8)}, file)
+    with pytest.raises(ModelFilesError, match=rf"{layer}\.weight_format is 2; allowed: 0, numbers in rows"):
+        load_policy(in_eight_bits)
