@@ -4,7 +4,7 @@ The tasks: the sums of run.py, with its dense start and with a start that is a m
 (`--data`, skipped without). Weights and cache of the built-in engine are in the model's own precision (float32), FP8 and INT8, emulated on
 a CPU. Corrections are those of `algorithm.correction.kind` with their default limits, and on the mixture `rollout.routing_replay=replay`.
 Every case is run with each seed; in the model's own precision, where the gap is rounding, without a correction alone. A run counts as
-diverged if it ends with an error, or if its last third has less than four fifths of the reward of its first third. Results go to
+diverged if it ends with an error, or if its last ten steps have less than four fifths of the reward of its first ten. Results go to
 <directory>/precision.json and precision.md; whatever is there is not run again.
 """
 
@@ -32,8 +32,7 @@ from launching import CaseFailed, prepare, refuse_foreign  # noqa: E402
 from run import TASK, Options, make_start  # noqa: E402
 
 MARK = "made_by_examples_learning_precision"
-STEPS = 30
-ENDS = STEPS // 3  # steps at the beginning and the end of a run whose rewards are compared
+ENDS = 10  # steps at the beginning and the end of a run whose rewards are compared
 LOST = 0.8  # part of the first reward below which the last one is that of a policy that diverged
 PRECISIONS = ("model", "fp8", "int8")
 CORRECTIONS = ("none", "tis", "mis", "icepop")
@@ -43,10 +42,16 @@ MIXTURE = (
     *("model.architecture.expert_ffn_hidden_size=128", "model.architecture.ffn_hidden_size=128"),
 )
 # Two updates on a batch, and no KL term: nothing but the clip and the correction holds the policy.
-FREE = ("algorithm.kl_coef=0", f"loop.max_steps={STEPS}")
-SUMS = (*COMMON, *FREE, "algorithm.prompts_per_step=16", "algorithm.group_size=8", "algorithm.mini_batch_size=64")
+SUMS = (
+    *COMMON,
+    "algorithm.kl_coef=0",
+    "loop.max_steps=100",
+    "algorithm.prompts_per_step=16",
+    "algorithm.group_size=8",
+    "algorithm.mini_batch_size=64",
+)
 STORIES = (
-    *("+experiment=stories", *FREE, "loop.validate_first=false", "loop.validate_every=0"),
+    *("+experiment=stories", "algorithm.kl_coef=0", "loop.max_steps=30", "loop.validate_first=false", "loop.validate_every=0"),
     *("rollout.sampling.max_response_length=32", "algorithm.mini_batch_size=32", "logging.tensorboard=false"),
 )
 

@@ -12,17 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from aligner.errors import CheckpointError
 from aligner.models.checkpoint import manifest, safe_pickle
 from aligner.models.checkpoint import sums as checkpoint_sums
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
+from aligner.models.checkpoint.foreign.tensors import Files, TorchDist
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.checkpoint.wrapper import same_weights
 from aligner.models.config import HFArchitecture, LoraConfig, LoraInit, LoraTarget, Part, Quantization
@@ -79,8 +76,6 @@ def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, wi
         adapted.append(_adapted(chunks, directory, marker, with_head=with_head and not adapted))
         source = base_of(marker, directory)
     with_head, is_checkpoint, found = with_head and not adapted, (source / MARKER).exists(), list[checkpoint_sums.Found]()
-    if is_checkpoint:
-        _check_readable(source / "weights")
     for part in _parts(chunks, is_whole=isinstance(chunks[0], WholeChunk) and not is_checkpoint):
         with dense(part.parameters):
             if is_checkpoint:
@@ -135,60 +130,36 @@ def _parts(chunks: Sequence[Chunk], *, is_whole: bool) -> list[_Part]:
 
 def _load_part(part: _Part, directory: Path, *, with_head: bool) -> checkpoint_sums.Found:
     """Fill it from a checkpoint without adapters; the sums of what it holds then. Collective."""
+    error: CheckpointError | None = None
     if part.is_whole:
         for chunk, state in zip(part.chunks, _read_states(part.chunks, directory, part.states(), with_head=with_head), strict=True):
             _fill(chunk, state, directory)
     else:
-        error: CheckpointError | None = None
         absent = _absent(part.chunks, directory, with_head=with_head)
         states = [{name: shard for name, shard in state.items() if not name.startswith(absent)} for state in part.states()]
         try:
-            _read_in_place([shard for state in states for shard in checkpoint_sums.tensors(state)], directory / "weights")
+            _read_in_place([shard for state in states for shard in checkpoint_sums.tensors(state)], TorchDist(Files(directory), "weights"))
         except CheckpointError as refused:
             error = refused
-        except (KeyError, OSError, RuntimeError, TorchCheckpointException) as failed:
-            error = CheckpointError(f"{directory}: cannot be read into the model: {failed}")
         raise_everywhere(error)
     return checkpoint_sums.find(part.states(), vocabulary=part.chunks[0].architecture.vocab_size)
 
 
-class _InPlace(DefaultLoadPlanner):
-    """Reads parts of tensors into `targets`, by their key and their offset in the whole ones."""
-
-    def __init__(self, targets: Mapping[MetadataIndex, Tensor]) -> None:
-        super().__init__()
-        self._targets = targets
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self._targets[read_item.dest_index]
-        return target[tuple(slice(first, first + size) for first, size in zip(read_item.dest_offsets, read_item.lengths, strict=True))]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
-
-
 @torch.no_grad()
-def _read_in_place(shards: Iterable[ShardedTensor], directory: Path) -> None:
-    """Read tensors of a distributed checkpoint into the shards' data: some of its layers, which Megatron-Core reads together. No
-    communication. Raises CheckpointError for one that is missing or has another shape, and what reading raises."""
-    reader = FileSystemReader(directory)
-    metadata, targets, items = reader.read_metadata(), dict[MetadataIndex, Tensor](), list[ReadItem]()
+def _read_in_place(shards: Iterable[ShardedTensor], source: TorchDist) -> None:
+    """Read some of a checkpoint's tensors into the shards' data: Megatron-Core reads stacked layers together. No communication. Raises
+    CheckpointError for one that is missing or has another shape."""
+    shapes = source.shapes()
     for shard in shards:
-        saved = metadata.state_dict_metadata.get(shard.key)
-        size = torch.Size() if saved is None else saved.size
-        if size != torch.Size(shard.global_shape) and not (shard.allow_shape_mismatch and size[1:] == torch.Size(shard.global_shape[1:])):
-            raise CheckpointError(f"{directory}: {shard.key} is {tuple(size) or 'missing'}, the model has {tuple(shard.global_shape)}")
-        data = shard.data.view(*[1] * shard.prepend_axis_num, *shard.local_shape)
-        if shard.allow_shape_mismatch:  # rows of a vocabulary, which has less padding there, or more
-            data[max(0, size[0] - shard.global_offset[0]) :] = 0
-            data = data[: max(0, size[0] - shard.global_offset[0])]
-        if data.numel():
-            place = ChunkStorageMetadata(offsets=torch.Size(shard.global_offset), sizes=data.shape)
-            targets[MetadataIndex(shard.key, place.offsets)] = data
-            items += create_read_items_for_chunk_list(shard.key, saved, [place])
-    planner = _InPlace(targets)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    reader.read_data(reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+        saved, wanted, depth = shapes.get(shard.key, ()), shard.global_shape, shard.prepend_axis_num
+        is_padded = shard.allow_shape_mismatch and len(saved) == len(wanted)  # rows of a vocabulary, which has more or less padding there
+        if saved != tuple(wanted) and not (is_padded and saved[1:] == tuple(wanted[1:])):
+            raise CheckpointError(f"{source.where}: {shard.key} is {saved or 'missing'}, the model has {tuple(wanted)}")
+        part = tuple(slice(first, first + size) for first, size in zip(shard.global_offset[depth:], shard.local_shape, strict=True))
+        found = source.read(shard.key, shard.global_offset[:depth])[part]
+        data = shard.data.view(shard.local_shape)
+        data[: len(found)] = found
+        data[len(found) :] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,17 +267,6 @@ def _fill(chunk: Chunk, loaded: dict[str, Any], directory: Path) -> None:
 
 def read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The tensors of a sharded state from a distributed checkpoint. Every rank calls it. Raises CheckpointError on every rank."""
-    _check_readable(directory)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return dist_checkpointing.load(wanted, str(directory))
-    except (KeyError, OSError, dist_checkpointing.core.CheckpointingException, TorchCheckpointException) as error:
-        raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error
-
-
-def _check_readable(directory: Path) -> None:
-    """Raise CheckpointError on every rank for files that are not read. Collective."""
     error: CheckpointError | None = None
     try:
         if dist.get_rank() == 0:
@@ -319,6 +279,12 @@ def _check_readable(directory: Path) -> None:
     except (CheckpointError, OSError) as refused:
         error = refused if isinstance(refused, CheckpointError) else CheckpointError(f"{directory}: cannot be read: {refused}")
     raise_everywhere(error)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return dist_checkpointing.load(wanted, str(directory))
+    except (KeyError, OSError, dist_checkpointing.core.CheckpointingException, TorchCheckpointException) as error:
+        raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error
 
 
 LORA, QUANTIZATION = "lora", "quantization"  # keys of a marker

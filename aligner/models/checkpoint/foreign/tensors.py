@@ -143,9 +143,9 @@ class TorchDist:
 
     def __init__(self, files: Files, folder: str) -> None:
         self._files, self._folder = files, PurePosixPath(folder)
-        self._where = files.where(self._name(_METADATA))
+        self.where = files.where(self._name(_METADATA))
         with files.open(self._name(_METADATA)) as file:
-            metadata = safe_pickle.read_metadata(file, self._where)
+            metadata = safe_pickle.read_metadata(file, self.where)
         self._entries, self._storage = metadata.state_dict_metadata, metadata.storage_data
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -168,12 +168,12 @@ class TorchDist:
             if not isinstance(data, Tensor):
                 raise CheckpointError(f"{source}: {name} is not a tensor")
             if data.shape != chunk.sizes or data.dtype != whole.dtype:
-                raise CheckpointError(f"{self._where}: {name} is {tuple(data.shape)} {data.dtype} in its file, not {tuple(chunk.sizes)}")
+                raise CheckpointError(f"{self.where}: {name} is {tuple(data.shape)} {data.dtype} in its file, not {tuple(chunk.sizes)}")
             where = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))[depth:]
             whole[where] = data[tuple(inside)]
             found += whole[where].numel()
         if found != whole.numel():
-            raise CheckpointError(f"{self._where}: {name} is not whole: {found} of {whole.numel()} numbers are in the files")
+            raise CheckpointError(f"{self.where}: {name} is not whole: {found} of {whole.numel()} numbers are in the files")
         return whole
 
     def common_state(self) -> tuple[bytes, str] | None:
@@ -185,11 +185,11 @@ class TorchDist:
     def _stored(self, index: MetadataIndex) -> tuple[bytes, str]:
         stored = self._storage.get(index)
         if stored is None:
-            raise CheckpointError(f"{self._where}: has no place for {index.fqn}")
+            raise CheckpointError(f"{self.where}: has no place for {index.fqn}")
         if not is_plain_name(stored.relative_path):
-            raise CheckpointError(f"{self._where}: refers to {stored.relative_path!r}, which is not a file beside it")
+            raise CheckpointError(f"{self.where}: refers to {stored.relative_path!r}, which is not a file beside it")
         if getattr(stored, "transform_descriptors", None):
-            raise CheckpointError(f"{self._where}: {index.fqn} is compressed; allowed: files as Megatron-Core writes them")
+            raise CheckpointError(f"{self.where}: {index.fqn} is compressed; allowed: files as Megatron-Core writes them")
         name = self._name(stored.relative_path)
         return self._files.read(name, offset=stored.offset, length=stored.length), self._files.where(name)
 
