@@ -11,19 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import world
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 from vision_models import write_seeing
 from vision_rows import Rows
 
+from aligner.data.collate import rollout_batch
 from aligner.models import create
-from aligner.models.config import Architecture, Dtype, Family, ModelConfig
+from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig
 from aligner.models.families import architecture_to_hf
 from aligner.parallel.topology import ParallelConfig
-from aligner.rollout.config import EngineKind, RolloutConfig, VLLMConfig
+from aligner.rollout.config import EngineKind, Refit, RolloutConfig, VerifyRefit, VLLMConfig
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import GenRequest, ListedWork
 from aligner.rollout.engine.manifest import hf_manifest
 from aligner.rollout.vllm.engine import VLLMEngine
-from aligner.types import SamplingConfig
+from aligner.types import Prompt, SamplingConfig
 
 # Heads of 32 dimensions, as vLLM's kernels want; a tied output layer, whose rows are split too.
 SIZES = Architecture(
@@ -99,3 +102,43 @@ def test_two_ranks_see_as_one_does(on_ranks, tmp_path):
     write_seeing("qwen3_vl", tmp_path, num_attention_heads=2, num_key_value_heads=2, head_dim=32, **rope)
     alone, first, second = (found for count in (1, 2) for found in on_ranks(seen, count, tmp_path, timeout=400, fresh=True))
     assert len(alone) == 4 and alone == first == second
+
+
+def adapted(directory: Path) -> list[tuple]:
+    """What a replica of all ranks samples with the adapters alone of a policy that is split over them."""
+    targets = [LoraTarget.qkv, LoraTarget.proj, LoraTarget.fc1, LoraTarget.fc2]
+    lora = LoraConfig(rank=4, alpha=8.0, path=str(directory / "adapter"), targets=targets)
+    model = ModelConfig(path=str(directory / "base"), dtype=Dtype.float32, lora=lora)
+    layout = ParallelConfig(tp=int(os.environ["WORLD_SIZE"]))
+    with world({"tp": layout.tp}, seed=1) as topology:
+        policy = create.create_policy(model, create.read_architecture(model, vocab_size=0), layout, topology, create.training(model, None))
+        sampling = SamplingConfig(max_response_length=6, temperature=0.0)
+        how = {"engine": EngineKind.vllm, "sampling": sampling, "max_batch_size": 3, "vllm": VLLMConfig(enforce_eager=True)}
+        engine = create_engine(policy, RolloutConfig(**how, refit=Refit.adapters, verify_refit=VerifyRefit.checksum), eos_id=2)
+        engine.refit(1)
+        engine.refit(2)
+        prompts = [Prompt(id=number, tokens=(3, 4, 5 + number), source="test") for number in range(4)]
+        rollouts = [one for part in engine.generate(prompts, range(4)) for one in part]
+        found = sorted((one.seed, one.response, tuple(round(value, 3) for value in one.logprobs)) for one in rollouts)
+        rows = rollout_batch(sorted(rollouts, key=lambda one: one.seed), 0)
+        torch.testing.assert_close(rows.rollout_logprobs, policy.logprobs(rows) * rows.loss_mask, rtol=0, atol=1e-4)
+        own = engine.refitted_bytes
+        engine.shutdown()
+    return [*found, own]
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_two_ranks_sample_with_adapters_alone_as_one_does(on_ranks, tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, initializer_range=0.2, **sizes)).float()
+    model.save_pretrained(tmp_path / "base")
+    linears = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and name.endswith("_proj")}
+    pairs = {f"{name}.lora_A": torch.randn(4, one.in_features) * 0.2 for name, one in linears.items()}
+    pairs |= {f"{name}.lora_B": torch.randn(one.out_features, 4) * 0.2 for name, one in linears.items()}
+    (tmp_path / "adapter").mkdir()
+    save_file({f"base_model.model.{name}.weight": pair for name, pair in pairs.items()}, tmp_path / "adapter/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": sorted({name.rsplit(".")[-1] for name in linears})}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    alone, first, second = (found for count in (1, 2) for found in on_ranks(adapted, count, tmp_path, timeout=400, fresh=True))
+    assert len(alone) == 5 and alone == first == second
+    assert alone[-1] < 0.2 * sum(parameter.nbytes for parameter in model.parameters())
