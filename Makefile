@@ -55,7 +55,7 @@ demo-vision: $(STAMP) ## a tiny model that sees adds two handwritten digits: SFT
 learn: $(STAMP) ## every estimator trained on small sums, with a table; fails where one does not learn (about 20 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/learning/run.py $(ARGS)
 
-learn-precision: $(STAMP) ## which correction keeps GRPO stable with rollouts in FP8 and INT8, with a table (stories260k needs ../shared/data; 125 runs, an estimated hour or two)
+learn-precision: $(STAMP) ## which correction keeps GRPO stable with rollouts in FP8 and INT8, with a table (stories260k needs ../shared/data; 125 runs, about an hour)
 	@$(RUN_ENV) $(BIN)/python examples/learning/precision.py $(ARGS)
 
 learn-supervised: $(STAMP) ## supervised, preference and reward recipes from a pretrained model, with a table (needs ../shared/data; about 20 minutes)
