@@ -21,7 +21,7 @@ from aligner.models import create
 from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig
 from aligner.models.families import architecture_to_hf
 from aligner.parallel.topology import ParallelConfig
-from aligner.rollout.config import EngineKind, Refit, RolloutConfig, VerifyRefit, VLLMConfig
+from aligner.rollout.config import EngineKind, Refit, RolloutConfig, VLLMConfig
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import GenRequest, ListedWork
 from aligner.rollout.engine.manifest import hf_manifest
@@ -114,7 +114,7 @@ def adapted(directory: Path) -> list[tuple]:
         policy = create.create_policy(model, create.read_architecture(model, vocab_size=0), layout, topology, create.training(model, None))
         sampling = SamplingConfig(max_response_length=6, temperature=0.0)
         how = {"engine": EngineKind.vllm, "sampling": sampling, "max_batch_size": 3, "vllm": VLLMConfig(enforce_eager=True)}
-        engine = create_engine(policy, RolloutConfig(**how, refit=Refit.adapters, verify_refit=VerifyRefit.checksum), eos_id=2)
+        engine = create_engine(policy, RolloutConfig(**how, refit=Refit.adapters), eos_id=2)
         engine.refit(1)
         engine.refit(2)
         prompts = [Prompt(id=number, tokens=(3, 4, 5 + number), source="test") for number in range(4)]
