@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_models import VOCAB, randomize, write
+import torch
+from hf_models import HF_MODELS, VOCAB, randomize, write
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(scope="session")
 def hf_directory(tmp_path_factory) -> Callable[[str], Path]:
-    """`hf_directory(name)`: a random model of `HF_MODELS`, written by transformers."""
+    """`hf_directory(name)`: a random model of `HF_MODELS`, or of own_models.py, written by transformers."""
+    from own_models import make_directory
+
+    own = make_directory(tmp_path_factory)
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
+        if name not in HF_MODELS:
+            return own(name)
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
             write(name, made[name])
         return made[name]
+
+    return make
+
+
+@pytest.fixture
+def changed(hf_directory, tmp_path) -> Callable[..., Path]:
+    """`changed(name, change of tensors, **config)`: a copy of a model of `HF_MODELS` with other tensors, other lines in its config (...: or
+    without one)."""
+
+    def make(name: str, change: Callable[[dict[str, torch.Tensor]], object] | None = None, **config: Any) -> Path:
+        directory = tmp_path / "model"
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(hf_directory(name), directory)
+        if change is not None:
+            tensors = load_file(directory / "model.safetensors")
+            change(tensors)
+            save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        said = json.loads((directory / "config.json").read_text())
+        said = {key: value for key, value in (said | config).items() if value is not ...}
+        (directory / "config.json").write_text(json.dumps(said))
+        return directory
 
     return make
 

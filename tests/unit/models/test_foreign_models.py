@@ -80,7 +80,7 @@ def test_every_form_has_the_same_bits(name: str, form: str, megatron_lm, tmp_pat
     if form == "apart":
         apart = {"singleton_local_shards": True}
         other = megatron_files.save(tmp_path / "apart", model, megatron_files.arguments(name), metadata=apart)
-        assert any(key.endswith("weight_w") for key in _shapes(other))
+        assert any(key.endswith("weight_w") for key in TorchDist(Files(other), "").shapes())
     elif form == "no_common_file":  # as of Megatron-Core 0.19
         other = megatron_files.save(tmp_path / "whole", model, megatron_files.arguments(name), common_file=False)
         (other / "common.pt").unlink(missing_ok=True)  # it is empty
@@ -97,10 +97,6 @@ def test_every_form_has_the_same_bits(name: str, form: str, megatron_lm, tmp_pat
         else:
             other = megatron_files.pack(tmp_path / "model.nemo", weights, config, mode="w:gz" if form == "gzip" else "w:")
     assert_same(tensors(other), tensors(path))
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    return TorchDist(Files(path), "").shapes()
 
 
 @with_common_file

@@ -453,6 +453,11 @@ REFUSED = [
     # Of every family.
     *[(family, {"is_causal": False}, "is_causal=false") for family in FILES],
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config.quant_method="gptq" is not supported'),
+    (
+        "llama",
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}},
+        "load_in_4bit=false is not supported for model_type llama; allowed: true",
+    ),
     *[
         ("llama", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]} | change}, message)
         for change, message in (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from aligner.commands.preflight.models import check_model
 from aligner.errors import CheckpointError, ModelFilesError
-from aligner.models.checkpoint.hf_weights import four_bits, fp8, mxfp4
+from aligner.models.checkpoint.hf_weights import fp8, mxfp4
 from aligner.models.config import LoraConfig, LoraTarget, ModelConfig, Quantization
 from aligner.models.modules.linear import linear_weight
 from aligner.models.weights import save_hf
@@ -25,13 +25,6 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.sel
 
 def bytes_of(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
     return torch.randint(low, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(len(shape) + high))
-
-
-def test_mxfp4_by_hand():
-    """Byte 0x2F: the low four bits are 15, -6, the high ones 2, 1; times 2^(126-127). Each row of 32 becomes a column."""
-    numbers = mxfp4(torch.tensor([[[0x2F] * 16], [[0x07] * 16]], dtype=torch.uint8), torch.tensor([[126], [129]], dtype=torch.uint8))
-    assert numbers.shape == (32, 2) and numbers.dtype == torch.bfloat16
-    assert numbers[:2].tolist() == [[-3.0, 24.0], [0.5, 0.0]]
 
 
 def test_mxfp4_is_what_transformers_makes_of_it():
@@ -182,12 +175,6 @@ def test_scales_that_do_not_fit_are_refused(in_fp8, topology, load_policy):
 
 
 # In four bits, as bitsandbytes saves them.
-
-
-def test_four_bits_by_hand():
-    """The high four bits first: numbers 2 and 15, 1 and 0, 0 and 3 of the table, of which the first four have one scale."""
-    found = four_bits(torch.tensor([[0x2F], [0x10], [0x03]], dtype=torch.uint8), torch.tensor([10.0, 0.5]), torch.arange(16.0), 4)
-    assert found.tolist() == [20.0, 150.0, 10.0, 0.0, 0.0, 1.5]
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "nested"])

@@ -257,6 +257,24 @@ def test_whose_modules_a_model_is_made_of(directory, copy) -> None:
         architecture_from_hf(hf)
 
 
+def test_what_is_refused_of_llama4_with_images() -> None:
+    hf = FILES["llama4"]
+    for change, message in (
+        (
+            {"architectures": ["Llama4ForSequenceClassification"]},
+            r'architectures=\["Llama4ForSequenceClassification"\] is not supported for',
+        ),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config"),
+        ({"text_config": None}, "model_type='llama4' is not supported"),
+        (
+            {"text_config": hf["text_config"] | {"model_type": "llama"}},
+            'text_config.model_type="llama" is not supported for model_type llama4; allowed: "llama4_text"',
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            architecture_from_hf(hf | change)
+
+
 STATED = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 32}
 STATED |= {"max_position_embeddings": 128, "num_experts": 4, "moe_intermediate_size": 20}
 
