@@ -11,25 +11,10 @@ import torch.nn.functional as F
 from torch.torch_version import TorchVersion
 
 from aligner.models.modules import attention
-from aligner.models.modules.attention import _attend_to_past, all_runs, takes_all_runs
+from aligner.models.modules.attention import all_runs, takes_all_runs
 from aligner.models.modules.shared_prompts import key_spans
 from aligner.parallel.context import chunk_numbers, local_slots
 from aligner.types import TokenBatch
-
-
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("past", [0, 9])
-def test_queries_of_a_late_chunk(groups, past, topology):
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, 6, 8, generator=generator, requires_grad=True)
-    k, v = (torch.randn(2, groups, past + 6, 8, generator=generator, requires_grad=True) for _ in range(2))
-    mask = torch.ones(6, past + 6, dtype=torch.bool).tril(past)
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
-    grad = torch.randn(expected.shape, generator=generator)
-    got = _attend_to_past(q, k, v, 0.3)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_chunks_of_a_sequence():

@@ -13,14 +13,12 @@ import yaml
 
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
-from aligner.models.architecture.divisible import check_divisible, check_together
-from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding
+from aligner.models.architecture.divisible import check_divisible, check_fp8, check_together, fp8_recipe
+from aligner.models.config import Architecture, Fp8Recipe, Layers, ModelConfig, PositionEmbedding
 from aligner.models.create import read_architecture
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.modules.build import build_model
 from aligner.models.modules.fusions import choose_layers
-from aligner.models.modules.layers import ZeroCenteredLayerNorm
-from aligner.models.modules.megatron_config import transformer_config
 from aligner.models.modules.vision import make_tower
 from aligner.parallel import mcore
 from aligner.parallel.topology import ParallelConfig
@@ -64,8 +62,12 @@ def test_every_shipped_size_is_counted_here():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameter_count_is_the_published_one(name, topology):
-    assert of_two_kinds(shipped(name).architecture) + in_tower(name) == PUBLISHED[name]
+def test_a_shipped_size_has_the_published_number_of_parameters_and_is_one_of_its_family(name, topology):
+    model = shipped(name)
+    assert of_two_kinds(model.architecture) + in_tower(name) == PUBLISHED[name]
+    assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(model.architecture)))) == model.architecture
+    assert model.seq_length <= model.architecture.max_position_embeddings
+    assert f"{PUBLISHED[name]:,} parameters" in (conf_directory() / "model" / f"{name}.yaml").read_text()
 
 
 def in_tower(name: str) -> int:
@@ -96,33 +98,6 @@ def test_published_files_are_read_and_have_the_published_number_of_parameters(na
     assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(architecture)))) == architecture
 
 
-def test_qwen3_next_has_the_published_number_of_parameters(topology):
-    """80B-A3B: 36 delta nets, 12 layers of attention, a mixture in each. The hub's 81,324,862,720 count one more layer of attention, which
-    predicts further tokens, with a matrix of 2H x H and three norms: neither is read here."""
-    file = {"model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 5120}
-    file |= {"vocab_size": 151936, "moe_intermediate_size": 512, "num_experts": 512, "num_experts_per_tok": 10}
-    architecture = architecture_from_hf(file | {"max_position_embeddings": 262144})
-    assert architecture.linear_attention_layers == [layer for layer in range(48) if layer % 4 != 3]
-    small = {"num_experts": 16}  # experts are all alike
-    one, two = (count(dataclasses.replace(architecture.with_layers(n), **small)) for n in (1, 2))
-    both = count(dataclasses.replace(architecture.with_layers(2), linear_attention_layers=[0], **small))
-    more_experts = (512 - 16) * (3 * 2048 * 512 + 2048)
-    further = both - one + more_experts + 2 * 2048**2 + 3 * 2048
-    assert one + 35 * (two - one) + 12 * (both - one) + 48 * more_experts == 81_324_862_720 - further
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_shipped_size_is_one_of_its_family(name):
-    architecture = shipped(name).architecture
-    assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(architecture)))) == architecture
-    assert shipped(name).seq_length <= architecture.max_position_embeddings
-
-
-def test_sizes_in_the_comments_are_the_tested_ones():
-    for name, total in PUBLISHED.items():
-        assert f"{total:,} parameters" in (conf_directory() / "model" / f"{name}.yaml").read_text(), name
-
-
 # Which layouts a model allows.
 
 LLAMA_70B = "llama3_70b"
@@ -151,36 +126,26 @@ MOE = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "
         ("mixtral_8x7b", {"tp": 4, "sequence_parallel": True}, r"parallel.etp=1: without expert parallelism \(ep=1\) .*; allowed: 4$"),
         ("mixtral_8x7b", {"ep": 3}, "parallel.ep=3: does not divide the model's num_experts=8; allowed: 1, 2, 4, 8$"),
         ("mixtral_8x7b", {"tp": 2, "etp": 2}, "parallel.sequence_parallel=false: a model with experts and parallel.tp=2 needs it"),
+        (MOE, {"ep": 2, "etp": 5}, "parallel.etp=5: does not divide the model's expert_ffn_hidden_size=24; allowed: 1, 2, 3, 4, 6, 8"),
+        (
+            MOE | {"expert_biases": True},
+            {"tp": 4, "sequence_parallel": True, "ep": 2, "etp": 2},
+            "parallel.etp=2: with biases of experts it must be 1 or parallel.tp; allowed: 1, 4",
+        ),
+        ({"ffn_hidden_size": 47}, {"tp": 2}, "parallel.tp=2: does not divide the model's ffn_hidden_size=47"),
+        ({"hidden_size": 33, "head_dim": 8}, {"tp": 2}, "parallel.tp=2: does not divide the model's hidden_size=33"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8},
+            {"tp": 4},
+            "parallel.tp=4: .*be a multiple of, the model's num_key_value_heads=6",
+        ),
+        ({"vocab_size": 0}, {}, "architecture.vocab_size=0: must be at least 1"),
     ],
 )
 def test_impossible_layouts_name_the_possible_ones(model, parallel, message):
+    architecture = shipped(model).architecture if isinstance(model, str) else Architecture(**({"vocab_size": 61} | model))
     with pytest.raises(ConfigError, match=message):
-        check_divisible(shipped(model).architecture, ParallelConfig(**parallel))
-
-
-def test_experts_that_cannot_be_split():
-    with pytest.raises(
-        ConfigError, match="parallel.etp=5: does not divide the model's expert_ffn_hidden_size=24; allowed: 1, 2, 3, 4, 6, 8"
-    ):
-        check_divisible(Architecture(**MOE), ParallelConfig(ep=2, etp=5))
-    with pytest.raises(ConfigError, match="parallel.etp=2: with biases of experts it must be 1 or parallel.tp; allowed: 1, 4"):
-        check_divisible(Architecture(**MOE, expert_biases=True), ParallelConfig(tp=4, sequence_parallel=True, ep=2, etp=2))
-
-
-@pytest.mark.parametrize(
-    ("model", "parallel"),
-    [
-        (LLAMA_70B, {"tp": 8, "pp": 8, "vpp": 5}),
-        (LLAMA_70B, {"tp": 16, "pp": 4, "first_stage_layers": 19, "last_stage_layers": 19}),
-        (LLAMA_70B, {"pp": 2, "first_stage_layers": 39}),
-        ("mixtral_8x7b", {"tp": 2, "sequence_parallel": True, "ep": 8, "etp": 2}),
-        ("qwen3_235b_a22b", {"tp": 4, "sequence_parallel": True, "pp": 2, "ep": 32}),
-        ("gpt_175b", {"tp": 8, "pp": 16}),
-        ("nemotron_340b", {"tp": 8, "pp": 12}),
-    ],
-)
-def test_possible_layouts_of_large_models(model, parallel):
-    check_divisible(shipped(model).architecture, ParallelConfig(**parallel))
+        check_divisible(architecture, ParallelConfig(**parallel))
 
 
 # What an architecture itself must satisfy.
@@ -280,47 +245,62 @@ def test_odd_heads_are_allowed_where_nothing_is_rotated():
     assert Architecture(hidden_size=12, head_dim=3, position_embedding=PositionEmbedding.learned).head_dim == 3
 
 
-# What Megatron-Core is told.
+# Which recipe of 8-bit products a GPU gets, and what sizes it takes. `test_transformer_engine.py` asks Transformer Engine itself.
+
+QWEN_7B = {"vocab_size": 64, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN_7B |= {"head_dim": 128, "ffn_hidden_size": 18944}
+EIGHT_GROUPS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+EIGHT_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 48}
 
 
-def settings(parallel: dict | None = None, model: dict | None = None, **architecture):
-    sizes = Architecture(**({"vocab_size": 61} | architecture))
-    return transformer_config(sizes, ModelConfig(**(model or {})), ParallelConfig(**(parallel or {})))
+@pytest.mark.parametrize(
+    ("capability", "recipe"),
+    [(8.9, "tensorwise"), (9.0, "blockwise"), (10.0, "mxfp8"), (10.3, "mxfp8"), (11.0, "mxfp8"), (12.0, "tensorwise")],
+)
+def test_auto_is_what_the_gpu_computes_best(capability, recipe):
+    assert fp8_recipe(ModelConfig(fp8=True), capability).value == recipe
+    for named in ("blockwise", "mxfp8", "tensorwise"):
+        assert fp8_recipe(ModelConfig(fp8=True, fp8_recipe=Fp8Recipe(named)), capability).value == named
 
 
-def test_pipeline_settings_that_gloo_needs():
-    """Batched exchanges under the interleaved schedule, and outputs freed early, give wrong gradients on gloo."""
-    plain, interleaved = settings({"pp": 2}), settings({"pp": 2, "vpp": 2})
-    assert (plain.overlap_p2p_comm, plain.batch_p2p_comm) == (False, True)
-    assert (interleaved.overlap_p2p_comm, interleaved.batch_p2p_comm) == (True, False)
-    for config in (plain, interleaved):
-        assert config.deallocate_pipeline_outputs == torch.cuda.is_available()
-        assert not config.variable_seq_lengths
-    assert plain.virtual_pipeline_model_parallel_size is None and interleaved.virtual_pipeline_model_parallel_size == 2
-    uneven = settings({"pp": 2, "last_stage_layers": 1})
-    assert (uneven.num_layers_in_first_pipeline_stage, uneven.num_layers_in_last_pipeline_stage) == (None, 1)
+@pytest.mark.parametrize(
+    ("recipe", "architecture", "parallel", "message"),
+    [
+        ("blockwise", {}, {"tp": 4}, ""),
+        # 18944 / 8 is 2368: 18.5 blocks of 128, 74 of 32.
+        ("blockwise", EIGHT_GROUPS, {"tp": 8}, "ffn_hidden_size on a rank is 2368, not a multiple of 128"),
+        ("mxfp8", EIGHT_GROUPS, {"tp": 8}, ""),
+        ("mxfp8", {"hidden_size": 3600}, {}, "hidden_size on a rank is 3600, not a multiple of 32; allowed: model.fp8_recipe=tensorwise"),
+        ("tensorwise", {"hidden_size": 3592}, {}, "hidden_size on a rank is 3592, not a multiple of 16; allowed: model.fp8=false"),
+        (
+            "tensorwise",
+            {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 24},
+            {},
+            "num_attention_heads x head_dim on a rank",
+        ),
+        ("mxfp8", EIGHT_EXPERTS, {}, "expert_ffn_hidden_size on a rank is 48"),
+        ("tensorwise", EIGHT_EXPERTS, {}, ""),
+        ("tensorwise", EIGHT_EXPERTS, {"tp": 2, "etp": 2, "ep": 2, "sequence_parallel": True}, "expert_ffn_hidden_size on a rank is 24"),
+    ],
+)
+def test_sizes_that_a_recipe_cannot_scale_are_named(recipe, architecture, parallel, message):
+    model = ModelConfig(fp8=True, fp8_recipe=Fp8Recipe(recipe))
+    arguments = Architecture(**QWEN_7B | architecture), model, ParallelConfig(**parallel), Fp8Recipe(recipe)
+    if not message:
+        check_fp8(*arguments)
+        return
+    with pytest.raises(ConfigError) as raised:
+        check_fp8(*arguments)
+    assert str(raised.value).startswith(f"model.fp8_recipe={recipe}: ") and message in str(raised.value)
 
 
-def test_activations_by_hand():
-    """At x = 2: silu 2/(1+e^-2); gelu 2 Phi(2); its tanh form x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); relu(x)^2."""
-    expected = {
-        Activation.silu: 1.7615942,
-        Activation.gelu: 1.9544997,
-        Activation.gelu_tanh: 1.9545977,
-        Activation.squared_relu: 4.0,
-    }
-    for activation, value in expected.items():
-        function = settings(activation=activation, gated_mlp=False).activation_func
-        assert function(torch.tensor([2.0])).item() == pytest.approx(value, abs=1e-6)
-        assert function(torch.tensor([-30.0])).item() == pytest.approx(0.0, abs=1e-6)
+def test_auto_says_what_it_is_here():
+    with pytest.raises(ConfigError, match=r"^model.fp8_recipe=auto \(here blockwise\): hidden_size on a rank is 96, not a multiple of 128"):
+        check_fp8(Architecture(**QWEN_7B | {"hidden_size": 96}), ModelConfig(fp8=True), ParallelConfig(), Fp8Recipe.blockwise)
 
 
-def test_zero_centered_norm_by_hand():
-    """x = [-1, 1] has mean 0 and variance 1: with weights [0.5, -1] and biases [0.25, 2] it becomes [-1.5 + 0.25, 0 + 2]."""
-    norm = ZeroCenteredLayerNorm(2, eps=0.0)
-    x = torch.tensor([[-1.0, 1.0]])
-    assert torch.equal(norm(x), x)  # starts as the identity on normalized input
-    with torch.no_grad():
-        norm.weight.copy_(torch.tensor([0.5, -1.0]))
-        norm.bias.copy_(torch.tensor([0.25, 2.0]))
-    assert torch.allclose(norm(x), torch.tensor([[-1.25, 2.0]]))
+def test_blocks_are_not_exchanged_while_layers_compute():
+    overlap = ParallelConfig(tp=2, sequence_parallel=True, tp_comm_overlap=True)
+    check_fp8(Architecture(**QWEN_7B), ModelConfig(fp8=True), overlap, Fp8Recipe.mxfp8)
+    with pytest.raises(ConfigError, match="parallel.tp_comm_overlap=true; allowed: false, or model.fp8_recipe=tensorwise"):
+        check_fp8(Architecture(**QWEN_7B), ModelConfig(fp8=True), overlap, Fp8Recipe.blockwise)

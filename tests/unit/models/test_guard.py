@@ -15,7 +15,7 @@ from aligner.models.checkpoint import checkpoint
 from aligner.models.training.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, Guard, GuardConfig, NonFinite, ReportingGuard, judge_reply
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.trainable import generator_state
-from aligner.telemetry.metrics import Max, Mean, Sum, merge, values, without_values
+from aligner.telemetry.metrics import Max, Mean, Sum, merge, values
 from aligner.types import LossOutput
 
 pytestmark = pytest.mark.usefixtures("topology")
@@ -175,12 +175,6 @@ def test_nothing_that_is_not_finite_is_published(guarded, tmp_path, part):
         checkpoint.save(tmp_path, policy.model, checkpoint.SaveRequest(step=2, state={}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
     assert checkpoint.resolve(tmp_path).name == "step_000001"
-
-
-def test_metrics_without_values_change_nothing_that_they_are_merged_with():
-    known = {"a/mean": Mean(total=3.0, count=2), "a/sum": Sum(total=4.0), "a/max": Max(maximum=-5.0)}
-    bad = {"a/mean": Mean(total=math.nan, count=2), "a/sum": Sum(total=math.inf), "a/max": Max(maximum=math.nan)}
-    assert merge([without_values(bad), known]) == known
 
 
 def test_settings():

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-import math
 import random
 from typing import Any
 
@@ -15,10 +14,8 @@ import torch
 from hf_models import SIZES
 
 from aligner.models.architecture import rope
-from aligner.models.config import Architecture, Dtype, ModelConfig
+from aligner.models.config import Architecture
 from aligner.models.families import architecture_from_hf, architecture_to_hf
-from aligner.models.modules.build import build_model
-from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.builtin.decode_layers import Rotary
 
 WINDOW, FULL = "sliding_attention", "full_attention"
@@ -115,24 +112,6 @@ def test_tables_are_those_of_transformers(name: str) -> None:
             pairs = both[0].shape[-1] // 2
             torch.testing.assert_close(both[0][:, 0, 0, pairs:], cos, rtol=1e-5, atol=2e-5)
             torch.testing.assert_close(both[1][:, 0, 0, pairs:], sin, rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_trainer_rotates_as_the_engine(name: str, topology: Any) -> None:
-    """The frequencies in the built model; the factor on cosines and sines may be one on scores there (`rope.factor_of_scores`)."""
-    architecture = architecture_from_hf(hf_file(name), where="x")
-    (module,) = build_model(architecture, ModelConfig(dtype=Dtype.float32), ParallelConfig(), load=False)
-    torch.testing.assert_close(module.rotary_pos_emb.inv_freq.float().cpu(), rope.frequencies(architecture), rtol=1e-6, atol=0)
-    if architecture.rope_local_theta:
-        plain = 1 / architecture.rope_local_theta ** (torch.arange(0, architecture.rotated, 2) / architecture.rotated)
-        torch.testing.assert_close(module.rotary_local.inv_freq.float().cpu(), plain, rtol=1e-6, atol=0)
-    scales = [
-        layer.self_attention.core_attention.scale for layer in module.decoder.layers if hasattr(layer.self_attention, "core_attention")
-    ]
-    for number, scale in enumerate(scales):
-        own = architecture.attention_scale or architecture.head_dim**-0.5
-        stretched = 0.1 * architecture.rope_score_scale * math.log(architecture.rope_yarn_factor or 1) + 1
-        assert scale == pytest.approx(own * stretched**2 * rope.factor(architecture, number) ** 2, rel=1e-6), number
 
 
 def test_every_yarn_is_that_of_transformers() -> None:

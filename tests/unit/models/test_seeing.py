@@ -42,7 +42,6 @@ SEES: dict[str, Any] = {"images": True, "freeze": []}
 SHARED = {"packing": True, "micro_batch_tokens": 400, "share_prompts": True}
 WAYS: dict[str, dict[str, Any]] = {
     "padded": {},
-    "recomputed": {"recompute": Recompute.full},
     "packed": {"packing": True, "micro_batch_tokens": 400},
     "packed, recomputed": {"packing": True, "micro_batch_tokens": 400, "recompute": Recompute.full},
 }

@@ -12,13 +12,13 @@ from aligner.losses.value import value_loss
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.modules.attention import shared_attention
 from aligner.models.modules.build import build_model
-from aligner.models.modules.shared_prompts import Segment, segments_of
+from aligner.models.modules.shared_prompts import segments_of
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.placement import Splits, input_shape, place
 from aligner.models.training.trainable import families
 from aligner.parallel.micro_batches import Family
 from aligner.parallel.topology import ParallelConfig
-from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch, ValueBatch
+from aligner.types import LabeledBatch, PreferenceBatch, ValueBatch
 
 VOCAB = 61
 
@@ -36,20 +36,6 @@ def rows(*parts: tuple[int, int, int], width: int = 0) -> LabeledBatch:
 
 
 GROUPS = rows((0, 9, 5), (1, 6, 4), (0, 9, 8), (0, 9, 5), (1, 6, 1), (2, 1, 7), (3, 12, 3), (1, 6, 4))
-
-
-def test_segments_are_prompts_and_what_goes_on_from_them(topology):
-    batch = rows((0, 4, 2), (0, 4, 3), (1, 4, 1), (2, 1, 2), (2, 1, 2))
-    assert segments_of(batch, share=True) == [
-        Segment(row=0, start=0, stop=3),
-        Segment(row=0, start=3, stop=6, prefix=0),  # the prompt's last token is every row's own
-        Segment(row=1, start=3, stop=7, prefix=0),
-        Segment(row=2, start=0, stop=5),
-        Segment(row=3, start=0, stop=3),  # a prompt of one token leaves nothing to share
-        Segment(row=4, start=0, stop=3),
-    ]
-    assert [segment.size for segment in segments_of(batch, share=False)] == [6, 7, 5, 3, 3]
-    assert len(segments_of(TokenBatch(tokens=batch.tokens, lengths=batch.lengths), share=True)) == 5  # it does not say what a prompt is
 
 
 def test_families_keep_rows_of_a_prompt_together_up_to_the_capacity(topology):

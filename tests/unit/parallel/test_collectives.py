@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.parallel import collectives
-from aligner.parallel.micro_batches import MicroBatching, plan, shard_bounds
+from aligner.parallel.micro_batches import shard_bounds
 from aligner.telemetry.metrics import Max, Mean, Sum
 
 
@@ -15,21 +15,6 @@ def test_shard_bounds_by_hand():
     assert shard_bounds(8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert shard_bounds(1, 2) == [(0, 0), (0, 1)]
     assert shard_bounds(0, 2) == [(0, 0), (0, 0)]
-
-
-def test_shares_by_rows_keep_pairs_together():
-    assert plan([1] * 10, MicroBatching(rows=5), num_replicas=2, unit=2) == [[[0, 1, 2, 3]], [[4, 5, 6, 7, 8, 9]]]
-    assert plan([1] * 2, MicroBatching(rows=5), num_replicas=3, unit=2) == [[], [], [[0, 1]]]
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
-def test_shards_cover_everything_once_and_are_near_equal(num_shards):
-    for count in range(20):
-        bounds = shard_bounds(count, num_shards)
-        assert bounds[0][0] == 0 and bounds[-1][1] == count
-        assert all(left[1] == right[0] for left, right in zip(bounds, bounds[1:], strict=False))
-        sizes = [stop - start for start, stop in bounds]
-        assert max(sizes) - min(sizes) <= 1
 
 
 def test_world_of_one(topology):

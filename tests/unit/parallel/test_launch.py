@@ -65,7 +65,7 @@ def test_malformed_lists(text):
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
 LAST = {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
 OVERRIDE = {"ALIGNER_MASTER_PORT": "4444", "ALIGNER_MASTER_ADDR": "10.1.1.1"}
-PORT = 15000 + crc32(b"77.0.node[01-02],gpu4") % 15000
+PORT = 15000 + crc32(b"77.0.node[01-02],gpu4") % 15000  # components of a heterogeneous job differ in their nodes alone
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,6 @@ def test_world_and_meeting_point(environ, place, meeting):
 def test_wrong_variables_are_named(change, message):
     with pytest.raises(LaunchError, match=message):
         detect_world({name: value for name, value in (TORCHRUN | change).items() if value is not None})
-
-
-def test_two_components_of_one_heterogeneous_job_meet_at_different_ports():
-    # Both see the leader's job id and have step 0; only the node list differs.
-    ports = {detect_world({**SLURM, "SLURM_STEP_NODELIST": nodes})[1].port for nodes in ("node[01-02],gpu4", "node[05-07]")}
-    assert len(ports) == 2
 
 
 @pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290"}])
@@ -207,18 +201,6 @@ def test_rank_that_rank_0_does_not_know_of_finds_out_itself():
     agreement.check(store, record(0, world_size=1), timeout_seconds=1)
     with pytest.raises(LaunchError, match="rank 3 on h3: world_size is 4 and not 1"):
         agreement.check(store, record(3, world_size=4), timeout_seconds=1)
-
-
-def test_single_process_needs_no_launcher(on_ranks):
-    assert on_ranks(reduced_alone, 1) == [(1, "single", 1.0)]
-
-
-def reduced_alone() -> tuple[int, str, float]:
-    world = launch.initialize("gloo", timeout_seconds=10, fingerprint="f", environ={})
-    one = torch.ones(1)
-    torch.distributed.all_reduce(one)
-    launch.shutdown()
-    return world.world_size, world.source.value, one.item()
 
 
 ALONE = """

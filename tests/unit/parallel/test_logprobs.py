@@ -89,16 +89,6 @@ def test_no_token_at_all():
     assert not weight.grad.any() and not hidden.grad.any()
 
 
-def test_bfloat16_keeps_float32_results():
-    hidden, weight, targets = inputs(torch.bfloat16)
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, Projection(chunk_size=4))
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    expected = reference(hidden, weight, targets)
-    torch.testing.assert_close(logprobs, expected[0].float(), rtol=0, atol=0.05)
-    (logprobs.sum() + entropy.sum()).backward()
-    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_temperature_must_be_positive(temperature):
     with pytest.raises(ConfigError, match=f"temperature={temperature}"):

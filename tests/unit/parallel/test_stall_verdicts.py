@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 from aligner.parallel.agreement import rank_list
-from aligner.parallel.progress import Collective, GroupInfo, Progress, Snapshot, from_json
+from aligner.parallel.progress import Collective, GroupInfo, Snapshot
 from aligner.parallel.watch import Place, RankState, diagnose
 
 WORLD = GroupInfo("0", "world", (0, 1, 2, 3))
@@ -98,14 +95,3 @@ def test_a_rank_alone_and_a_rank_without_a_record():
 def test_lists_of_ranks():
     assert [rank_list(ranks) for ranks in ([3], [2, 0, 1, 5], [7, 9])] == ["rank 3", "ranks 0-2, 5", "ranks 7, 9"]
     assert rank_list(range(0, 4096, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2040 more"
-
-
-def test_a_record_survives_json():
-    progress = Progress()
-    progress.at_step(3)
-    progress.enter("all_reduce", FIRST)
-    progress.leave(is_async=False)
-    progress.enter("send", STAGES, peers=(3,))
-    snapshot = progress.snapshot()
-    assert snapshot.counts == {"5": 1} and (snapshot.inside.number, snapshot.inside.peers) == (2, (3,))
-    assert from_json(json.loads(json.dumps(asdict(snapshot)))) == snapshot
