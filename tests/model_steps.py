@@ -10,22 +10,27 @@ import torch
 
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
+from aligner.losses.value import value_loss
 from aligner.models.checkpoint.checkpoint import SaveRequest
 from aligner.models.checkpoint.checkpoint import save as save_checkpoint
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch, PreferenceBatch
+from aligner.types import LabeledBatch, PreferenceBatch, ValueBatch
 
 ROWS, WIDTH, VOCAB = 4, 12, 61
-LOSSES = {"policy": sft_loss, "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard)}
+LOSSES = {"policy": sft_loss, "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard), "value": partial(value_loss, clip=None)}
 
 
 def adam(**changes: Any) -> OptimizerConfig:
     return OptimizerConfig(**({"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2} | changes))
 
 
-def make_batch(kind: str = "policy", number: int = 0) -> LabeledBatch | PreferenceBatch:
-    tokens = torch.randint(1, VOCAB, (ROWS, WIDTH), generator=torch.Generator().manual_seed(number))
+def make_batch(kind: str = "policy", number: int = 0) -> LabeledBatch | PreferenceBatch | ValueBatch:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(1, VOCAB, (ROWS, WIDTH), generator=generator)
     common = {"tokens": tokens, "lengths": torch.full((ROWS,), WIDTH), "loss_mask": torch.arange(WIDTH).expand(ROWS, WIDTH) > 3}
+    if kind == "value":
+        old, returns = torch.randn(2, ROWS, WIDTH, generator=generator)
+        return ValueBatch(**common, old_values=old, returns=returns)
     return PreferenceBatch(**common, margins=torch.zeros(ROWS // 2)) if kind == "reward" else LabeledBatch(**common)
 
 

@@ -77,20 +77,6 @@ def model_with(make_model, kind: OptimizerKind, dtype: str, model: str = "reward
     return make_model(model, optimizer=optimizer, config={"dtype": Dtype(dtype)}, training={"micro_batch_size": 2}, architecture=WIDE)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("reward", "bfloat16"), ("policy", "float32"), ("policy", "float16")])
-def test_a_run_continues_from_a_checkpoint_to_the_bit(make_model, tmp_path, kind, dtype):
-    model = model_with(make_model, OptimizerKind.adam8bit, dtype, kind)
-    train(model, range(3), kind)
-    began = checkpoint.start_save(tmp_path, model.model, checkpoint.SaveRequest(step=3, state={}), in_background=True, read_back=True)
-    expected = train(model, range(3, 6), kind)
-    path = began.publish(60)
-    other = model_with(make_model, OptimizerKind.adam8bit, dtype, kind)
-    checkpoint.load(other.model, path)
-    assert train(other, range(3, 6), kind) == expected
-    for ours, theirs in zip(other.model.module.parameters(), model.model.module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize(("saved", "then"), [("adam", "adam8bit"), ("adam8bit", "adam")])
 def test_either_kind_continues_from_the_others_checkpoint(make_model, tmp_path, saved, then):
     model = model_with(make_model, OptimizerKind(saved), "float32", "policy")

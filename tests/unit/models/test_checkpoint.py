@@ -13,34 +13,54 @@ from aligner.errors import CheckpointError
 from aligner.models.checkpoint import checkpoint, files, weights
 from aligner.models.checkpoint import optimizer as checkpoint_optimizer
 from aligner.models.config import Dtype
+from aligner.models.training.optimizer import OptimizerKind
 from aligner.types import TokenBatch
 
 pytestmark = pytest.mark.usefixtures("topology")
 
 
+WIDE = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "tied_embeddings": False}  # some states are of 8 bits
+OPTIMIZERS = {
+    "adam": {},
+    "not distributed": {"distributed": False},
+    "adam8bit": {"kind": OptimizerKind.adam8bit},
+    "muon": {"kind": OptimizerKind.muon, "distributed": False},
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "distributed", "dtype"),
+    ("kind", "optimizer", "dtype"),
     [
-        ("policy", True, Dtype.float32),
-        ("policy", False, Dtype.float32),
-        ("policy", True, Dtype.bfloat16),
-        ("reward", True, Dtype.float32),
-        ("reward", False, Dtype.bfloat16),  # whose head is in float32
+        ("policy", "adam", Dtype.float32),
+        ("policy", "not distributed", Dtype.float32),
+        ("policy", "adam", Dtype.bfloat16),
+        ("reward", "adam", Dtype.float32),
+        ("reward", "not distributed", Dtype.bfloat16),  # whose head is in float32
+        *(
+            (kind, optimizer, dtype)
+            for optimizer in ("adam8bit", "muon")
+            for kind, dtype in (("policy", Dtype.float32), ("policy", Dtype.float16), ("reward", Dtype.bfloat16))
+        ),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(kind, distributed, dtype, make_model, tmp_path):
-    options = {"optimizer": adam(distributed=distributed), "config": {"dtype": dtype}, "training": {"micro_batch_size": 2}}
-    first = make_model(kind, seed=1, **options)
+def test_a_resumed_run_is_the_uninterrupted_one(kind, optimizer, dtype, make_model, tmp_path):
+    """Training goes on while the files are written: the checkpoint is the state of the moment at which it was asked for."""
+    options = {"optimizer": adam(**OPTIMIZERS[optimizer]), "config": {"dtype": dtype}, "training": {"micro_batch_size": 2}}
+    first = make_model(kind, seed=1, architecture=WIDE, **options)
     train(first, range(3), kind)
-    save(first, tmp_path, step=3, position=12, nested={"kl_coef": 0.25})
+    request = checkpoint.SaveRequest(step=3, state={"position": 12, "nested": {"kl_coef": 0.25}})
+    pending = checkpoint.start_save(tmp_path, first.model, request, in_background=True, read_back=True)
     noise, metrics = torch.rand(4), train(first, range(3, 6), kind)
-    resumed = make_model(kind, seed=2, **options)  # other random weights
+    assert not (tmp_path / "latest").exists()  # nothing is visible yet
+    assert pending.publish(60) == checkpoint.resolve(tmp_path)
+    resumed = make_model(kind, seed=2, architecture=WIDE, **options)  # other random weights
     train(resumed, range(1), kind)  # and an optimizer with a past of its own
     assert checkpoint.load(resumed.model, tmp_path) == {"position": 12, "nested": {"kl_coef": 0.25}}
     assert resumed.model.version == 3
     assert torch.equal(torch.rand(4), noise)
     assert train(resumed, range(3, 6), kind) == metrics
     assert same(weights_of(resumed), weights_of(first)) and resumed.model.version == 6
+    save(resumed, tmp_path, step=6)  # every parameter has the same step
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from model_steps import adam, same, save, train, weights_of
 
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.models.checkpoint import async_save, checkpoint
 from aligner.models.checkpoint import files as checkpoint_files
+from aligner.models.config import Dtype
 
 pytestmark = pytest.mark.usefixtures("topology")
 
 
-@pytest.mark.parametrize("failing", ["weights", "optimizer"])
-def test_a_failed_save_leaves_no_checkpoint(failing, make_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("failing", "in_background"), [("weights", False), ("optimizer", False), ("weights", True)])
+def test_a_failed_save_leaves_no_checkpoint(failing, in_background, make_model, tmp_path, monkeypatch):
     """The disk is full half way: `latest` still names the one before, and the next attempt succeeds."""
     policy = make_model("policy", optimizer=adam())
     good = save(policy, tmp_path, step=1)
@@ -33,8 +34,9 @@ def test_a_failed_save_leaves_no_checkpoint(failing, make_model, tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(async_save, "_write_bucket", broken)
+        pending = checkpoint.start_save(tmp_path, policy.model, checkpoint.SaveRequest(step=2, state={}), in_background=in_background)
         with pytest.raises(CheckpointError, match=r"writing a checkpoint failed: rank 0: .*step_000002.*No space left on device"):
-            save(policy, tmp_path, step=2)
+            pending.publish()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000001"]  # what was written makes room again
     assert checkpoint.resolve(tmp_path) == good
     again = save(policy, tmp_path, step=2)
@@ -133,49 +135,6 @@ def test_room_for_the_small_files(error, make_model, tmp_path, monkeypatch):
         assert not (save(make_model("policy"), tmp_path, step=1) / ".reserved").exists()
 
 
-def test_a_step_that_is_saved_again_replaces_the_first(make_model, tmp_path):
-    """Steps after the one that a run resumed from are of another past: they must not be taken for this run's own."""
-    policy = make_model("policy", optimizer=adam())
-    path = save(policy, tmp_path, step=1, note="first")
-    train(policy, range(1))
-    assert save(policy, tmp_path, step=1, note="second") == path
-    assert json.loads((path / "state.json").read_text())["loop"] == {"note": "second"}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000001"]
-
-
-# Saving in the background.
-
-
-def test_what_is_saved_in_the_background_is_the_state_of_that_moment(make_model, tmp_path):
-    """Training goes on while the files are written: the checkpoint is the one that a synchronous save writes, and so is its resumption."""
-    first = make_model("policy", optimizer=adam(), seed=1)
-    train(first, range(2))
-    pending = checkpoint.start_save(tmp_path / "async", first.model, checkpoint.SaveRequest(step=2, state={}), in_background=True)
-    at_save, steps = weights_of(first), train(first, range(2, 4))
-    assert not (tmp_path / "async" / "latest").exists()  # nothing is visible yet
-    path = pending.publish()
-    assert checkpoint.resolve(tmp_path / "async") == path
-    resumed = make_model("policy", optimizer=adam(), seed=2)
-    checkpoint.load(resumed.model, path)
-    assert same(weights_of(resumed), at_save) and not same(at_save, weights_of(first))
-    assert train(resumed, range(2, 4)) == steps
-    assert same(weights_of(resumed), weights_of(first))
-
-
-def test_an_error_in_the_background_is_raised_at_publication(make_model, tmp_path, monkeypatch):
-    policy = make_model("policy", optimizer=adam())
-    good = save(policy, tmp_path, step=1)
-
-    def broken(part, number: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(async_save, "_write_bucket", broken)
-    pending = checkpoint.start_save(tmp_path, policy.model, checkpoint.SaveRequest(step=2, state={}), in_background=True)
-    with pytest.raises(CheckpointError, match="step_000002.*No space left"):
-        pending.publish()
-    assert checkpoint.resolve(tmp_path) == good and sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000001"]
-
-
 def test_a_writer_that_never_ends_is_given_up(make_model, tmp_path, monkeypatch):
     policy, released, real = make_model("policy"), Event(), async_save._write_bucket
 
@@ -189,3 +148,73 @@ def test_a_writer_that_never_ends_is_given_up(make_model, tmp_path, monkeypatch)
     with pytest.raises(CheckpointError, match="were not written 0 s after"):
         pending.publish(timeout_seconds=0.05)
     released.set()
+
+
+# Whether checkpoints fit: the estimate at the start, and the check before each of them.
+
+
+@pytest.fixture
+def trained(make_model):
+    """A policy that has taken a step, so that its optimizer has a state."""
+
+    def make(dtype: Dtype = Dtype.float32):
+        policy = make_model("policy", optimizer=adam(), config={"dtype": dtype})
+        train(policy, range(1))
+        return policy
+
+    return make
+
+
+def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(checkpoint_files.os, "statvfs", lambda path: SimpleNamespace(f_bavail=size // 512, f_frsize=512))
+
+
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+def test_the_estimate_is_about_the_size(trained, tmp_path, monkeypatch, dtype):
+    policy, asked = trained(dtype), []
+    monkeypatch.setattr(checkpoint_files, "check_room", lambda directory, needed: asked.append(needed))
+    path = save(policy, tmp_path, step=1)
+    (planned,) = asked
+    written = sum(file.stat().st_size for folder in ("weights", "optimizer") for file in (path / folder).glob("*.distcp"))
+    assert 0.93 * planned < checkpoint.estimated_bytes(policy.model) < 1.02 * planned  # besides tensors there are 10 kB of settings
+    assert planned / 1.02 <= written < planned + 2000 * 4 * len(list(policy.model.module.parameters()))  # each tensor has a header
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_written(trained, tmp_path, monkeypatch):
+    policy = trained()
+    good = save(policy, tmp_path, step=1)
+    needed = checkpoint.estimated_bytes(policy.model)
+    with monkeypatch.context() as patch:
+        free(patch, needed // 2)
+        with pytest.raises(CheckpointError, match=r"step_000002.*: a checkpoint of \d+\.\d MiB does not fit, \d+\.\d MiB are free there"):
+            save(policy, tmp_path, step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
+    assert checkpoint.resolve(tmp_path) == good and save(policy, tmp_path, step=2).name == "step_000002"
+
+
+def test_the_start_warns_where_too_few_fit(trained, tmp_path, monkeypatch):
+    policy, folder = trained(), tmp_path / "run" / "checkpoints" / "policy"  # yet to be made
+    assert checkpoint.shortage(policy.model, folder, keep=3) == ""
+    free(monkeypatch, int(checkpoint.estimated_bytes(policy.model) * 2.5))
+    warning = checkpoint.shortage(policy.model, folder, keep=2)
+    assert warning.startswith(f"warning: {folder}: a checkpoint takes about ")
+    assert warning.endswith("room for 2, the run needs 3 at a time (checkpoint.keep=2)")
+    assert checkpoint.shortage(policy.model, folder, keep=0) == ""  # keeps all: there is room for two
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_at_the_start(trained, tmp_path, monkeypatch):
+    policy = trained()
+    free(monkeypatch, checkpoint.estimated_bytes(policy.model) // 2)
+    with pytest.raises(ConfigError, match=rf"run.directory: {tmp_path}: a checkpoint takes about .* free: not even one fits"):
+        checkpoint.shortage(policy.model, tmp_path, keep=1)
+
+
+def test_what_is_said_of_an_error_that_hides_the_systems(tmp_path):
+    try:
+        try:
+            raise OSError(28, "No space left on device", "shard")
+        except OSError as inner:
+            raise RuntimeError("unexpected pos 64 vs 0") from inner
+    except RuntimeError as error:
+        assert checkpoint_files.explain(error, tmp_path).startswith("the file system is full: shard (ENOSPC: No space left on device); ")
+    assert checkpoint_files.explain(RuntimeError("unexpected pos"), tmp_path).startswith(f"{tmp_path}: unexpected pos; ")

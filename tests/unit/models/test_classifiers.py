@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
+from model_steps import save
 from safetensors.torch import load_file
 
 from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs import parts
-from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, ModelConfig
 from aligner.models.create import create_reward_model, create_value_model, read_architecture
 from aligner.models.modules.scalar_head import Pooling, ScalarHead, read_head
@@ -57,11 +57,6 @@ def export(reward, directory) -> None:
     save_hf(reward.model.chunks, directory, writer=True)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"pad_token_id": PAD}))
-
-
-def saved(model, folder):
-    """The directory of a checkpoint."""
-    return checkpoint.save(folder, model.model, checkpoint.SaveRequest(step=1, state={}))
 
 
 @torch.no_grad()
@@ -127,8 +122,8 @@ def test_a_model_that_transformers_made_is_read(hf_directory, reward_model, tmp_
 def test_checkpoints_keep_the_head_and_refuse_another(make_model, tmp_path, topology):
     head = ScalarHead(outputs=NAMES, pooling=Pooling.mean)
     reward = make_model("reward", head=head)
-    path = saved(reward, tmp_path)
-    assert read_head(path) == head and read_head(saved(make_model("policy"), tmp_path / "policy")) is None
+    path = save(reward, tmp_path)
+    assert read_head(path) == head and read_head(save(make_model("policy"), tmp_path / "policy")) is None
     config = ModelConfig(path=str(path), dtype=Dtype.float32, make_vocab_divisible_by=8)
     architecture = read_architecture(config, vocab_size=0)
     made = create_reward_model(config, architecture, ParallelConfig(), topology, Training(optimizer=None))
@@ -141,7 +136,7 @@ def test_a_critic_starts_from_the_weighted_sum_of_attributes(make_model, tmp_pat
     """Its value of the state behind a row's last token is the row's reward."""
     weights = (0.5, -2.0, 1.0)
     reward = make_model("reward", head=ScalarHead(outputs=NAMES))
-    config = ModelConfig(path=str(saved(reward, tmp_path)), dtype=Dtype.float32, make_vocab_divisible_by=8)
+    config = ModelConfig(path=str(save(reward, tmp_path)), dtype=Dtype.float32, make_vocab_divisible_by=8)
     architecture = read_architecture(config, vocab_size=0)
     with pytest.raises(ConfigError, match=r"reward.attribute_weights=\[\]: the critic starts from a reward model with 3 outputs"):
         create_value_model(config, architecture, ParallelConfig(), topology, Training(optimizer=None))

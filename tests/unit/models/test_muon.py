@@ -64,21 +64,6 @@ def test_the_numbers_are_those_of_torch(make_model, kind):
             torch.testing.assert_close(tensor, weights[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("policy", "float32"), ("reward", "bfloat16"), ("policy", "float16")])
-def test_a_run_continues_from_a_checkpoint_to_the_bit(make_model, tmp_path, kind, dtype):
-    model = model_with(make_model, kind, dtype)
-    train(model, range(3), kind)
-    began = checkpoint.start_save(tmp_path, model.model, checkpoint.SaveRequest(step=3, state={}), in_background=True, read_back=True)
-    expected = train(model, range(3, 6), kind)
-    path = began.publish(60)
-    other = model_with(make_model, kind, dtype)
-    checkpoint.load(other.model, path)
-    assert train(other, range(3, 6), kind) == expected
-    for ours, theirs in zip(other.model.module.parameters(), model.model.module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    checkpoint.save(tmp_path / "again", other.model, checkpoint.SaveRequest(step=6, state={}))  # every parameter has the same step
-
-
 def test_a_matrix_has_one_moment(make_model):
     model = model_with(make_model, "reward", "bfloat16")
     train(model, range(1), "reward")
