@@ -1,4 +1,4 @@
-"""What tests of packed weights share: a batch, steps of training, what bitsandbytes stores, and codes."""
+"""What tests of adapters and packed weights share: a batch, steps of training, what PEFT computes, what bitsandbytes stores, and codes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hf_models import VOCAB
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Quantization
 from aligner.models.modules.linear import PackedWeight, linear_weight
+from aligner.models.modules.peft import export_adapters
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
@@ -26,6 +27,24 @@ def adam() -> OptimizerConfig:
 
 def train(policy, steps: int) -> list[float]:
     return [policy.train_step(make_batch(), sft_loss)["sft/loss"].value() for _ in range(steps)]
+
+
+def hf_logprobs(model, batch: LabeledBatch) -> torch.Tensor:
+    """[B, S] of a model of transformers or PEFT, as a policy gives them."""
+    found = torch.log_softmax(model(batch.tokens).logits[:, :-1].float(), dim=-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(found, (1, 0)) * batch.loss_mask
+
+
+def adapter_gradients(policy) -> dict[str, torch.Tensor]:
+    """By PEFT's names."""
+    trained = [p for p in policy.module.parameters() if p.requires_grad]
+    weights = [p.data for p in trained]
+    for p in trained:
+        p.data = p.main_grad.data
+    found = {name: tensor.detach().cpu().clone() for name, tensor in export_adapters(policy.chunks)}
+    for p, data in zip(trained, weights, strict=True):
+        p.data = data
+    return found
 
 
 def rounded(weight: torch.Tensor, kind: Quantization, nested: bool = False) -> torch.Tensor:

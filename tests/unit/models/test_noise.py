@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from model_steps import adam, save
-from own_models import make_directory
+from packed_models import make_batch
 
 from aligner.algorithms.sft import SFTConfig, TrainSFT
 from aligner.errors import ConfigError
@@ -15,30 +15,17 @@ from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import ModelConfig
 from aligner.models.modules.noise import noise_of
-from aligner.types import LabeledBatch
 
 ALPHA, PACKED = 5.0, {"packing": True, "micro_batch_tokens": 64}
 
 
-@pytest.fixture(scope="module")
-def own_directory(tmp_path_factory: pytest.TempPathFactory):
-    return make_directory(tmp_path_factory)
-
-
 @pytest.fixture
-def make(load_policy, hf_directory, own_directory):
+def make(load_policy, hf_directory):
     def policy(name: str, alpha: float = ALPHA, **shape):
-        path = own_directory(name) if name == "granite" else hf_directory(name)
         training = shape | {"neftune_alpha": alpha, "total_steps": 10}
-        return load_policy(path, optimizer=adam(), config=shape, training=training)
+        return load_policy(hf_directory(name), optimizer=adam(), config=shape, training=training)
 
     return policy
-
-
-def make_batch() -> LabeledBatch:
-    tokens, lengths = torch.randint(3, 61, (4, 12), generator=torch.Generator().manual_seed(2)), torch.tensor([12, 7, 10, 12])
-    inside = torch.arange(12) < lengths[:, None]
-    return LabeledBatch(tokens=tokens * inside, lengths=lengths, loss_mask=inside & (torch.arange(12) > 2))
 
 
 def inputs_of(policy, act) -> list[torch.Tensor]:

@@ -40,15 +40,12 @@ MODELS = {  # deviations from `HF_MODELS`, and the packed weights of a layer of 
 }
 _ATTENTION = "q_proj k_proj v_proj o_proj q_b_proj kv_b_proj in_proj_qkvz in_proj_ba out_proj".split()
 MATRICES = (*_ATTENTION, *"gate_proj up_proj down_proj w1 w2 w3".split())
-CASES = [*((name, "nf4") for name in MODELS), ("qwen3_moe", "int8"), ("deepseek_v3", "int8"), *((name, "double") for name in MODELS)]
+CASES = [*((name, "nf4") for name in MODELS), *((name, kind) for name in ("qwen3_moe", "deepseek_v3") for kind in ("int8", "double"))]
 
 
 def settings(kind: str) -> dict:
     """`double`: NF4 with scales of 8 bits."""
     return {"quantization": Quantization("nf4" if kind == "double" else kind), "double_quantization": kind == "double"}
-
-
-EACH = pytest.mark.parametrize(("name", "kind"), CASES)
 
 
 def as_stored(directory: Path, kind: str) -> None:
@@ -99,53 +96,42 @@ def make(load_policy, bases):
     return made
 
 
-@EACH
-def test_the_numbers_are_those_of_dequantised_files(name, kind, make, bases, load_policy):
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_the_numbers_are_those_of_dequantised_files(name, kind, make, bases, load_policy, logprob_gap, tmp_path):
     policy, batch = make(name, kind), make_batch()
-    lora = LoraConfig(rank=4, targets=targets(name))
-    dense = load_policy(bases(name, kind)[1], optimizer=adam(), config={"lora": lora})
-    first = policy.logprobs(batch)
-    torch.testing.assert_close(first, dense.logprobs(batch), rtol=0, atol=1e-5)
-    assert (first - load_policy(bases(name, kind)[0]).logprobs(batch)).abs().max() > 1e-3  # it matters
-    layers = [name for name, _ in policy.module.named_parameters() if ".layers.0." in name or ".layers.1." in name]
-    assert (
-        max(sum(f".layers.{n}." in own and hasattr(p, "packed") for own, p in policy.module.named_parameters()) for n in (0, 1))
-        == (MODELS[name][1])
-    ), layers
-    assert train(policy, 2) == pytest.approx(train(dense, 2), abs=1e-5)
-    torch.testing.assert_close(policy.logprobs(batch), dense.logprobs(batch), rtol=0, atol=2e-4)
-
-
-@EACH
-def test_a_run_resumes_and_exports_what_was_trained(name, kind, make, load_policy, bases, tmp_path):
-    policy, batch = make(name, kind), make_batch()
-    expected = load_file(bases(name, kind)[1] / "model.safetensors")
+    stored = load_file(bases(name, kind)[1] / "model.safetensors")
     for own, tensor in export_hf(policy.chunks):
-        torch.testing.assert_close(tensor, expected[own], rtol=0, atol=1e-6 if kind == "double" else 0, msg=own)
+        torch.testing.assert_close(tensor, stored[own], rtol=0, atol=1e-6 if kind == "double" else 0, msg=own)
+    dense = load_policy(bases(name, kind)[1], optimizer=adam(), config={"lora": LoraConfig(rank=4, targets=targets(name))})
     first = codes(policy)
-    train(policy, 1)
+    before = policy.logprobs(batch)
+    torch.testing.assert_close(before, dense.logprobs(batch), rtol=0, atol=1e-5)
+    assert (before - load_policy(bases(name, kind)[0]).logprobs(batch)).abs().max() > 1e-3  # it matters
+    of_layers = [own.split(".")[2] for own, p in policy.module.named_parameters() if hasattr(p, "packed")]
+    assert max(map(of_layers.count, "01")) == MODELS[name][1]
+    assert train(policy, 1) == pytest.approx(train(dense, 1), abs=1e-5)
     saved = checkpoint.save(tmp_path, policy.model, checkpoint.SaveRequest(step=1, state={}))
+    torch.testing.assert_close(load_policy(saved).logprobs(batch), policy.logprobs(batch), rtol=0, atol=2e-5)
+    samples_in_place(policy, logprob_gap)
     further, again = train(policy, 1), make(name, kind)
+    assert further == pytest.approx(train(dense, 1), abs=1e-5)
+    torch.testing.assert_close(policy.logprobs(batch), dense.logprobs(batch), rtol=0, atol=2e-4)
     checkpoint.load(again.model, saved)
     assert equal(codes(again), first) and train(again, 1) == further
     assert torch.equal(again.logprobs(batch), policy.logprobs(batch))
     save_hf(policy.chunks, tmp_path / "export", writer=True)
     torch.testing.assert_close(load_policy(tmp_path / "export").logprobs(batch), policy.logprobs(batch), rtol=0, atol=2e-5)
-    assert (load_policy(saved).logprobs(batch) - load_policy(tmp_path / "export").logprobs(batch)).abs().max() > 1e-6  # a step before
 
 
-@EACH
-def test_the_engine_samples_from_the_packed_weights_in_place(name, kind, make, logprob_gap):
-    policy = make(name, kind)
-    train(policy, 1)
+def samples_in_place(policy, logprob_gap) -> None:
+    """An engine that reads the trainer's packed weights."""
     engine = create_engine(policy, RolloutConfig(verify_refit=VerifyRefit.checksum), eos_id=2, decode=None)
     assert isinstance(engine.engine.weights, TrainingWeights)
     own = {tensor.data_ptr() for tensor in weight_storage(policy.chunks)}
     assert {tensor.data_ptr() for tensor in tensors(engine.engine.weights.model)} <= own
     engine.refit(1)
     assert logprob_gap(policy, rollouts_of(engine, policy)).max() < 1e-4
-    decoder = engine.engine.decoder
-    decoder.fixed_shapes = True  # as on a GPU: every expert on all tokens
+    engine.engine.decoder.fixed_shapes = True  # as on a GPU: every expert on all tokens
     assert logprob_gap(policy, rollouts_of(engine, policy)).max() < 1e-4
     engine.shutdown()
 

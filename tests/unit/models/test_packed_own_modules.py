@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from own_models import VISION
-from packed_models import adam, codes, equal, make_batch, packed, rollouts_of, rounded, train
+from packed_models import adam, adapter_gradients, codes, equal, make_batch, packed, rollouts_of, rounded, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GraniteConfig
 from vision_models import write_seeing
@@ -21,7 +21,7 @@ from aligner.models.create import read_architecture
 from aligner.models.families.own_modules import hf_architecture, packed_linears
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.linear import linear_weight, operators
-from aligner.models.modules.peft import export_adapters, save_peft
+from aligner.models.modules.peft import save_peft
 from aligner.models.weights import save_hf
 from aligner.parallel import platform
 from aligner.parallel.topology import ParallelConfig
@@ -73,18 +73,6 @@ def with_adapter(base: Path, policy, folder: Path, kind: Quantization, nested: b
     return PeftModel.from_pretrained(model, folder, is_trainable=True).train()  # its evaluation on a CPU has other kernels
 
 
-def main_gradients(policy) -> dict[str, torch.Tensor]:
-    """Adapters' gradients by PEFT's names."""
-    trained = [p for p in policy.module.parameters() if p.requires_grad]
-    weights = [p.data for p in trained]
-    for p in trained:
-        p.data = p.main_grad.data
-    found = {name: tensor.clone() for name, tensor in export_adapters(policy.chunks)}
-    for p, data in zip(trained, weights, strict=True):
-        p.data = data
-    return found
-
-
 @pytest.mark.parametrize(("kind", "nested"), [(Quantization.nf4, False), (Quantization.nf4, True), (Quantization.int8, False)])
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
 def test_logits_and_gradients_are_pefts_on_bitsandbytes_layers(kind, nested, recompute, make, base, tmp_path):
@@ -101,7 +89,7 @@ def test_logits_and_gradients_are_pefts_on_bitsandbytes_layers(kind, nested, rec
     (-(found * batch.loss_mask[:, 1:]).sum() / batch.loss_mask.sum()).backward()
     policy.train_step(batch, sft_loss)
     wanted = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.requires_grad}
-    gradients = main_gradients(policy)
+    gradients = adapter_gradients(policy)
     assert gradients.keys() == wanted.keys() and len(wanted) == 2 * 7 * 2
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 1e-5
@@ -113,10 +101,13 @@ def test_a_run_resumes_samples_and_exports_what_it_trains(kind, make, load_polic
     policy, batch = make(kind), make_batch()
     first, losses = codes(policy), train(policy, 2)
     assert losses[1] < losses[0] and equal(codes(policy), first) and len(packed(policy)) == 14
-    engine = create_engine(policy, RolloutConfig(), eos_id=2, decode=None)
-    engine.refit(1)
-    assert logprob_gap(policy, rollouts_of(engine, policy)).max() < 1e-4
-    engine.shutdown()
+    for staleness in (0, 1):  # an engine that samples while the policy trains has a dense copy
+        config = RolloutConfig()
+        config.asynchronous.max_staleness = staleness
+        engine = create_engine(policy, config, eos_id=2, decode=None)
+        engine.refit(1)
+        assert logprob_gap(policy, rollouts_of(engine, policy)).max() < 1e-4
+        engine.shutdown()
     saved = checkpoint.save(tmp_path, policy.model, checkpoint.SaveRequest(step=2, state={}))
     further, again = train(policy, 2), make(kind)
     checkpoint.load(again.model, saved)
@@ -148,56 +139,29 @@ def test_one_dense_layer_at_a_time_is_on_the_device(kind, monkeypatch, topology)
     assert stays < made.peak < stays + 3 * max(dense) < sum(dense)
 
 
-def test_an_engine_that_samples_while_it_trains_has_a_dense_copy(make, logprob_gap):
-    policy, config = make(Quantization.nf4), RolloutConfig()
-    config.asynchronous.max_staleness = 1
-    train(policy, 1)
-    engine = create_engine(policy, config, eos_id=2, decode=None)
-    engine.refit(1)
-    assert logprob_gap(policy, rollouts_of(engine, policy)).max() < 1e-4
-    engine.shutdown()
+QWEN_SIZES = {"num_attention_heads": 4, "head_dim": 16}
+QWEN_SIZES |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
 
 
-def test_of_a_model_that_sees_the_text_part_alone_is_packed(load_policy, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "kind", "layers"),
+    [("llava", Quantization.nf4, 14), *((name, kind, 8) for name in ("qwen2_5_vl", "qwen3_vl") for kind in KINDS)],
+)
+def test_of_a_model_that_sees_the_text_part_alone_is_packed(name, kind, layers, load_policy, tmp_path, monkeypatch, capsys):
+    """Of transformers' modules and, of Qwen's models, on Megatron-Core's layers."""
     from peft import PeftModel
 
-    write_seeing("llava", tmp_path, hidden_size=64, intermediate_size=128)
-    rows, lora = Rows("llava", tmp_path), LoraConfig(rank=4, targets=ALL)
-    fields = {"implementation": Implementation.transformers, "lora": lora, "quantization": Quantization.nf4}
-    policy = load_policy(tmp_path, optimizer=adam(), config=fields, training={"sees": rows.vision})
-    assert "14 layers in nf4, " in capsys.readouterr().out
-    names = [name for name, parameter in policy.module.named_parameters() if "packed" in parameter.__dict__]
-    assert len(names) == 14 and all(".language_model.layers." in name for name in names)
-    policy.train_step(rows.batch(), sft_loss)  # B's are zero before
-    save_peft(policy.chunks, tmp_path / "adapter", writer=True)
-    model = reference(tmp_path)
-    for name, layer in model.named_modules():
-        if f"hf.{name}.weight" in names:
-            layer.weight.data = rounded(layer.weight.data, Quantization.nf4)
-    model = PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
-    wanted, _ = plain(model.base_model.model, rows)
-    torch.testing.assert_close(policy.logprobs(rows.batch()), wanted, rtol=0, atol=1e-5)
-    gradients = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.requires_grad}
-    policy.train_step(rows.batch(), sft_loss)
-    ours = main_gradients(policy)
-    assert len(ours) == 2 * 14 and gradients.keys() - ours.keys() == {name for name in gradients if "vision_tower" in name}
-    for name in ours:
-        torch.testing.assert_close(ours[name], gradients[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_of_megatrons_layers_that_see_the_text_part_alone_is_packed(name, kind, load_policy, tmp_path, monkeypatch):
-    from peft import PeftModel
-
+    is_own = name == "llava"
     whole, text, tower, more = VISION[name]
-    monkeypatch.setitem(VISION, name, (whole, text, tower | {"out_hidden_size": 64}, more))
-    rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
-    write_seeing(name, tmp_path, hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=16, **rope)
-    rows, fields = Rows(name, tmp_path), {"images": True, "lora": LoraConfig(rank=4, targets=ALL)}
-    policy = load_policy(tmp_path, optimizer=adam(), config=fields | {"quantization": kind}, training={"sees": rows.vision})
+    if not is_own:
+        monkeypatch.setitem(VISION, name, (whole, text, tower | {"out_hidden_size": 64}, more))
+    write_seeing(name, tmp_path, hidden_size=64, intermediate_size=128, **({} if is_own else QWEN_SIZES))
+    rows, fields = Rows(name, tmp_path), {"implementation": Implementation.transformers} if is_own else {"images": True}
+    config = fields | {"quantization": kind, "lora": LoraConfig(rank=4, targets=ALL)}
+    policy = load_policy(tmp_path, optimizer=adam(), config=config, training={"sees": rows.vision})
+    assert not is_own or "14 layers in nf4, " in capsys.readouterr().out
     names = [one for one, parameter in policy.module.named_parameters() if "packed" in parameter.__dict__]
-    assert len(names) == 8 and not any("visual" in one for one in names)
+    assert len(names) == layers and not any("vis" in one for one in names)
     policy.train_step(rows.batch(), sft_loss)  # B's are zero before
     save_peft(policy.chunks, tmp_path / "adapter", writer=True)
     model = reference(tmp_path)
@@ -209,8 +173,9 @@ def test_of_megatrons_layers_that_see_the_text_part_alone_is_packed(name, kind, 
     torch.testing.assert_close(policy.logprobs(rows.batch()), wanted, rtol=0, atol=1e-5)
     gradients = {one.replace(".default", ""): p.grad for one, p in model.named_parameters() if p.requires_grad}
     policy.train_step(rows.batch(), sft_loss)
-    ours = main_gradients(policy)
-    assert ours.keys() == gradients.keys() and len(ours) == 2 * 14
+    ours = adapter_gradients(policy)
+    # PEFT takes the tower's layers, which have the same names, too.
+    assert len(ours) == 2 * 14 and gradients.keys() - ours.keys() == {one for one in gradients if "vision_tower" in one}
     for one in ours:
         torch.testing.assert_close(ours[one], gradients[one], rtol=0, atol=1e-5, msg=lambda text, one=one: f"{one}: {text}")
 

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from model_steps import adam, make_batch, same, save, train, weights_of
-from own_models import make_directory
+from packed_models import adapter_gradients, hf_logprobs
 from transformers import AutoModelForCausalLM
 
 from aligner.errors import CheckpointError, ConfigError
@@ -29,21 +29,15 @@ MODULES = {
 ALL = [LoraTarget.qkv, LoraTarget.proj, LoraTarget.fc1, LoraTarget.fc2]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory, hf_directory):
-    own = make_directory(tmp_path_factory)
-    return lambda name: own(name) if name == "granite" else hf_directory(name)
-
-
 @pytest.fixture
-def make(load_policy, directory):
+def make(load_policy, hf_directory):
     """A policy with PiSSA's adapters."""
 
     def policy(name: str = "llama", *, path=None, optimizer=None, config=None, **lora):
         targets = [LoraTarget.q, LoraTarget.v] if name == "granite" else ALL
         settings = {"rank": 3, "alpha": 12.0, "targets": targets, "init": LoraInit.pissa} | lora
         own = {"lora": LoraConfig(**settings)} | (config or {})
-        return load_policy(path or directory(name), optimizer=optimizer, config=own, training={"total_steps": 10})
+        return load_policy(path or hf_directory(name), optimizer=optimizer, config=own, training={"total_steps": 10})
 
     return policy
 
@@ -52,38 +46,21 @@ def adapters(policy) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in export_adapters(policy.chunks)}
 
 
-def gradients(policy) -> dict[str, torch.Tensor]:
-    """Of the trained pairs, by PEFT's names."""
-    trained = [p for p in policy.module.parameters() if p.requires_grad]
-    kept = [p.data for p in trained]
-    for p in trained:
-        p.data = p.main_grad.data
-    found = adapters(policy)
-    for p, data in zip(trained, kept, strict=True):
-        p.data = data
-    return {name: tensor[:3] if "lora_A" in name else tensor[:, :3] for name, tensor in found.items()}
-
-
 def of_peft(path, name: str, init: str = "pissa", **changes) -> peft.PeftModel:
     settings = {"r": 3, "lora_alpha": 12, "target_modules": MODULES[name], "init_lora_weights": init, "task_type": "CAUSAL_LM"}
     settings |= {"fan_in_fan_out": name == "gpt2"} | changes
     return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), peft.LoraConfig(**settings))
 
 
-def logprobs_of(model, batch) -> torch.Tensor:
-    found = torch.log_softmax(model(batch.tokens).logits[:, :-1].float(), dim=-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
-    return torch.nn.functional.pad(found, (1, 0)) * batch.loss_mask
-
-
 @pytest.mark.parametrize("rslora", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("name", MODULES)
-def test_adapters_logits_gradients_and_exports_are_pefts(name, rslora, make, directory, tmp_path):
+def test_adapters_logits_gradients_and_exports_are_pefts(name, rslora, make, hf_directory, tmp_path):
     """At the start, where both are the model itself, and with trained pairs, which here are drawn."""
     policy, batch = make(name, rslora=rslora, optimizer=adam(clip_grad=0.0)), make_batch()
-    theirs = of_peft(directory(name), name, use_rslora=rslora)
+    theirs = of_peft(hf_directory(name), name, use_rslora=rslora)
     theirs.save_pretrained(tmp_path / "initial")
-    plain = AutoModelForCausalLM.from_pretrained(directory(name), dtype=torch.float32)
-    torch.testing.assert_close(policy.logprobs(batch), logprobs_of(plain, batch).detach(), rtol=0, atol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(hf_directory(name), dtype=torch.float32)
+    torch.testing.assert_close(policy.logprobs(batch), hf_logprobs(plain, batch).detach(), rtol=0, atol=1e-5)
     named = {n.replace(".default", ""): p for n, p in theirs.named_parameters() if p.requires_grad}
     own = adapters(policy)
     assert own.keys() == named.keys()
@@ -97,54 +74,28 @@ def test_adapters_logits_gradients_and_exports_are_pefts(name, rslora, make, dir
         for name_, tensor in adapters(policy).items():
             named[name_].copy_(tensor[:3] if "lora_A" in name_ else tensor[:, :3])
     policy.model.optimizer.reload_model_params()
-    ours, wanted = policy.logprobs(batch), logprobs_of(theirs.eval(), batch)
+    ours, wanted = policy.logprobs(batch), hf_logprobs(theirs.eval(), batch)
     torch.testing.assert_close(ours, wanted.detach(), rtol=0, atol=1e-5)
-    assert (ours - logprobs_of(plain, batch).detach()).abs().max() > 0.01
+    assert (ours - hf_logprobs(plain, batch).detach()).abs().max() > 0.01
     save_peft(policy.chunks, tmp_path / "ours", writer=True)
     save_hf(policy.chunks, tmp_path / "merged", writer=True)
     policy.train_step(batch, sft_loss)
     (-wanted.sum() / batch.loss_mask.sum()).backward()
-    for name_, gradient in gradients(policy).items():
+    for name_, whole in adapter_gradients(policy).items():
+        gradient = whole[:3] if "lora_A" in name_ else whole[:, :3]  # of the trained pairs
         assert gradient.abs().max() > 0
         torch.testing.assert_close(gradient, named[name_].grad, rtol=1e-4, atol=1e-5)
-    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(directory(name), dtype=torch.float32), tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_directory(name), dtype=torch.float32), tmp_path / "ours")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     for model in (again, merged):  # on the original weights
-        torch.testing.assert_close(logprobs_of(model.eval(), batch).detach(), ours, rtol=0, atol=2e-5)
+        torch.testing.assert_close(hf_logprobs(model.eval(), batch).detach(), ours, rtol=0, atol=2e-5)
     config = json.loads((tmp_path / "ours" / CONFIG_FILE).read_text())
     assert config["r"] == 6 and "init_lora_weights" not in config
 
 
-def test_the_file_is_what_peft_converts_its_own_to(make, directory, tmp_path):
-    from safetensors.torch import load_file
-
-    policy, theirs = make(), of_peft(directory("llama"), "llama")
-    theirs.peft_config["default"].init_lora_weights = True
-    theirs.save_pretrained(tmp_path / "initial")
-    theirs.peft_config["default"].init_lora_weights = "pissa"
-    theirs.save_pretrained(tmp_path / "theirs", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
-    save_peft(policy.chunks, tmp_path / "ours", writer=True)
-    one, other = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "theirs"))
-    assert one.keys() == other.keys()
-    for name, tensor in other.items():
-        torch.testing.assert_close(one[name], tensor, rtol=1e-4, atol=1e-6)
-    ours, converted = (json.loads((tmp_path / folder / CONFIG_FILE).read_text()) for folder in ("ours", "theirs"))
-    assert [ours[key] for key in ("r", "lora_alpha", "use_rslora")] == [converted[key] for key in ("r", "lora_alpha", "use_rslora")]
-
-
-def test_the_pairs_by_hand(make):
-    """B A is the best approximation of its rank, and A and B have the same share of it; the function is the model's, to the last bit."""
-    policy = make()
-    linear = policy.module.decoder.layers[0].self_attention.linear_proj
-    a, b = linear.adapter.a.detach().cpu(), linear.adapter.b["out"].detach().cpu()
-    weight = linear.weight.detach().cpu()
-    values = torch.linalg.svdvals(weight)
-    torch.testing.assert_close((weight - 4.0 * b @ a).square().sum().sqrt(), values[3:].square().sum().sqrt())
-    torch.testing.assert_close(a.norm(dim=1), (values[:3] / 4.0).sqrt())
-    torch.testing.assert_close(b.norm(dim=0), (values[:3] / 4.0).sqrt())
-    batch = make_batch()
+def test_the_function_is_the_models_to_the_last_bit(make):
+    policy, plain, batch = make(), make(init=LoraInit.uniform), make_batch()
     assert torch.equal(ReferencePolicy(policy).logprobs(batch), policy.logprobs(batch))
-    plain = make(init=LoraInit.uniform)
     assert torch.equal(plain.logprobs(batch), policy.logprobs(batch))
 
 
@@ -158,7 +109,7 @@ def test_a_randomized_decomposition_is_close(make):
     assert same(started, adapters(make(pissa_iterations=16))) and not same(started, adapters(make()))
 
 
-def test_a_run_continues_bitwise_and_its_checkpoint_is_a_model(make, load_policy, directory, tmp_path):
+def test_a_run_continues_bitwise_and_its_checkpoint_is_a_model(make, load_policy, hf_directory, tmp_path):
     whole, first, resumed = (make(optimizer=adam()) for _ in range(3))
     train(whole, range(4))
     train(first, range(2))
@@ -177,15 +128,15 @@ def test_a_run_continues_bitwise_and_its_checkpoint_is_a_model(make, load_policy
         checkpoint.load(make(init=LoraInit.uniform, optimizer=adam()).model, saved)
 
 
-def test_bfloat16_keeps_the_model_at_the_start(make, load_policy, directory):
-    policy, plain = make(config={"dtype": Dtype.bfloat16}), load_policy(directory("llama"), config={"dtype": Dtype.bfloat16})
+def test_bfloat16_keeps_the_model_at_the_start(make, load_policy, hf_directory):
+    policy, plain = make(config={"dtype": Dtype.bfloat16}), load_policy(hf_directory("llama"), config={"dtype": Dtype.bfloat16})
     assert torch.equal(policy.logprobs(make_batch()), plain.logprobs(make_batch()))
     own = dict(export_hf(policy.chunks))
     for name, tensor in export_hf(plain.chunks):
         assert torch.equal(own[name], tensor), name
 
 
-def test_what_cannot_be_is_refused(make, directory, tmp_path):
+def test_what_cannot_be_is_refused(make, hf_directory, tmp_path):
     for fields, message in (
         ({"dora": True}, "model.lora.init=pissa: not with model.lora.dora=true"),
         ({"pissa_iterations": -1}, "model.lora.pissa_iterations=-1: must not be negative"),
