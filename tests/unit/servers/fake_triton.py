@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import socketserver
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -16,9 +17,12 @@ import numpy as np
 import torch
 
 from aligner.servers import wire
-from aligner.servers.config import RequestLimits
+from aligner.servers.access import Access
+from aligner.servers.config import RequestLimits, ServerConfig
+from aligner.servers.gateway import Gateway
+from aligner.servers.health import Health
 from aligner.servers.intake import Intake, Operation, Straight, ThroughTriton
-from aligner.servers.kserve import DATATYPES, HEADER_LENGTH
+from aligner.servers.kserve import HEADER_LENGTH, encode_response, read_request
 
 LIMITS = RequestLimits(vocab_size=100, max_sequence_length=8, max_rows=16, max_text_bytes=200)
 ENDPOINTS = (wire.CRITIC_INFER, wire.CRITIC_TRAIN, wire.CRITIC_SAVE, wire.REWARD_MODEL)
@@ -26,6 +30,24 @@ ENDPOINTS = (wire.CRITIC_INFER, wire.CRITIC_TRAIN, wire.CRITIC_SAVE, wire.REWARD
 
 def nothing(payload: object) -> None:
     """Handlers run in a server's loop, which is not here."""
+
+
+@contextmanager
+def served(
+    folder: Path, access: Access, *, transport: str = "pytriton", config: ServerConfig | None = None
+) -> Iterator[tuple[Gateway, FakeTriton, Health]]:
+    """A gateway before such a Triton, and the health that it reports."""
+    config = config or ServerConfig()
+    health = Health("critic", "1234", "77.0", 2, config=config)
+    gateway = Gateway(config, access, ENDPOINTS, LIMITS, health)
+    fake = FakeTriton(folder / "http", transport)
+    gateway.start()
+    gateway.connect(fake.upstream)
+    try:
+        yield gateway, fake, health
+    finally:
+        gateway.stop()
+        fake.close()
 
 
 class _Listener(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -96,63 +118,21 @@ class FakeTriton:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                header, arrays = read_binary(self.headers[HEADER_LENGTH], body)
                 endpoint = next(endpoint for endpoint in ENDPOINTS if self.path == f"/v2/models/{endpoint.name}/infer")
+                request = read_request(endpoint, LIMITS, self.headers[HEADER_LENGTH], body)
                 if fake.interrupt(self):
                     return
                 try:
-                    answer = fake._submit(endpoint, arrays).result(30)
-                    status, length, content = 200, *write_answer(answer, header["outputs"])
+                    answer = fake._submit(endpoint, request.arrays()).result(30)
+                    status, (headers, content) = 200, encode_response(answer, request.outputs)
                 except Exception as error:
                     text = f"Traceback (most recent call last):\n  File x\nAnswerError: {error}\n\nAt:\n  model.py(1): execute"
-                    status, length, content = 500, None, json.dumps({"error": text}).encode()
+                    status, headers, content = 500, {}, json.dumps({"error": text}).encode()
                 self.send_response(status)
-                if length is not None:
-                    self.send_header(HEADER_LENGTH, str(length))
-                self.send_header("Content-Type", "application/octet-stream")
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
 
         return Handler
-
-
-def read_binary(length: str, body: bytes) -> tuple[dict, dict[str, np.ndarray]]:
-    """Stricter than Triton: anything that is not exactly described raises."""
-    position = int(length)
-    header, arrays = json.loads(body[:position]), {}
-    for tensor in header["inputs"]:
-        size = tensor["parameters"]["binary_data_size"]
-        data = body[position : position + size]
-        assert len(data) == size
-        if tensor["datatype"] == "BYTES":
-            texts, rest = [], data
-            while rest:
-                count = int.from_bytes(rest[:4], "little")
-                texts, rest = [*texts, rest[4 : 4 + count]], rest[4 + count :]
-            array = np.empty(len(texts), dtype=object)
-            array[:] = texts
-        else:
-            array = np.frombuffer(data, dtype={"INT64": "<i8", "FP32": "<f4"}[tensor["datatype"]])
-        arrays[tensor["name"]] = array.reshape(tensor["shape"])
-        position += size
-    assert position == len(body)
-    return header, arrays
-
-
-def write_answer(arrays: dict[str, np.ndarray], outputs: list[dict]) -> tuple[int | None, bytes]:
-    """Length of the JSON header (None: all is JSON), and the body."""
-    described, blobs = [], []
-    for output in outputs:
-        array = arrays[output["name"]]
-        entry = {"name": output["name"], "shape": list(array.shape)}
-        if array.dtype == object:
-            entry["datatype"], entry["data"] = "BYTES", [text.decode() for text in array.reshape(-1)]
-        elif output["parameters"]["binary_data"]:
-            entry["datatype"], entry["parameters"] = DATATYPES[array.dtype.name], {"binary_data_size": array.nbytes}
-            blobs.append(array.tobytes())
-        else:
-            entry["datatype"], entry["data"] = DATATYPES[array.dtype.name], array.reshape(-1).tolist()
-        described.append(entry)
-    header = json.dumps({"outputs": described}).encode()
-    return (len(header) if blobs else None), header + b"".join(blobs)

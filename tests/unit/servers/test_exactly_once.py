@@ -67,28 +67,6 @@ def test_without_trouble(tmp_path: Path) -> None:
     assert link.requests == ["critic_status", "critic_infer", *["critic_train"] * 3, "critic_infer", "critic_save"]
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_death_before_and_after_a_training_is_applied(moment: str, tmp_path: Path) -> None:
-    """The successor knows nothing: it is sent all of the history, the request in flight with it."""
-    link = FakeLink(lambda: FakeServer(Disk()))
-    critic = history(link, tmp_path)
-    train(critic, 1)
-    link.fate = dies_at((moment, "critic_train"))
-    assert train(critic, 2) == EXPECTED[2]
-    assert link.num_deaths == 1 and link.server.ledger.count == 2
-    assert link.requests[-5:] == ["critic_train", "critic_status", "critic_train", "critic_train", "critic_train"]  # 2; 1, 2, and 2 again
-    assert critic.ask_values(token_batch(5)).tolist() == [[EXPECTED[2]]]
-
-
-def test_an_answer_that_was_lost_is_given_again(tmp_path: Path) -> None:
-    """The server lives; only the connection broke after it had trained."""
-    server = FakeServer(Disk())
-    link = FakeLink(lambda: server, dies_at(("after", "critic_train")))
-    critic = history(link, tmp_path)
-    assert train(critic, 1) == EXPECTED[1]
-    assert server.ledger.count == 1 and server.model.weight == EXPECTED[1]
-
-
 def test_several_trainings_in_one_step(tmp_path: Path) -> None:
     """They are parts 0, 1 and 0 of the next step; a successor gets all of them again."""
     link = FakeLink(lambda: FakeServer(Disk()))
@@ -150,36 +128,6 @@ def test_a_critic_that_starts_while_a_pair_is_completed(tmp_path: Path) -> None:
     link.fate = dies_at(("before", "critic_infer"))
     assert critic.ask_values(token_batch(5)).tolist() == [[EXPECTED[4]]]
     assert link.server.ledger.checkpoint_step == 2
-
-
-def test_the_successor_begins_at_an_older_checkpoint(tmp_path: Path) -> None:
-    disk = Disk()
-    link = FakeLink(lambda: FakeServer(disk))
-    critic = history(link, tmp_path)
-    for step in (1, 2):
-        train(critic, step)
-    critic.save_now(2)
-    disk.policies.add(2)
-    critic.checkpointed(2)
-    for step in (3, 4):
-        train(critic, step)
-    link.fate = dies_at(("before", "critic_infer"))
-    assert critic.ask_values(token_batch(5)).tolist() == [[EXPECTED[4]]]
-    assert link.requests[-4:] == ["critic_status", "critic_train", "critic_train", "critic_infer"]  # 3 and 4
-    assert (link.server.ledger.checkpoint_step, link.server.ledger.count) == (2, 4)
-
-
-def test_death_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    """The step's critic comes back through the journal, and what is saved is what would have been."""
-    disk = Disk()
-    link = FakeLink(lambda: FakeServer(disk), dies_at(("saving", "critic_save"), ("after", "critic_save")))
-    critic = history(link, tmp_path)
-    for step in (1, 2):
-        train(critic, step)
-    assert critic.save_now(2) == "step 2"
-    assert link.num_deaths == 2
-    weight, ledger = disk.critics[2]
-    assert (weight, ledger["mark"], ledger["count"]) == (EXPECTED[2], critic.mark, 2)
 
 
 def test_a_save_that_was_begun_is_begun_again_where_the_successor_passes_it(tmp_path: Path) -> None:
@@ -248,22 +196,6 @@ def resumed(link: FakeLink, folder: Path, mark: str) -> CriticHistory:
     critic = history(link, folder)
     critic.resume(mark)
     return critic
-
-
-def test_an_actor_and_a_critic_that_both_come_back(tmp_path: Path) -> None:
-    """The journal's later entries belong to a past that is over; the steps come again, with the same numbers."""
-    disk = Disk()
-    link = FakeLink(lambda: FakeServer(disk))
-    first = history(link, tmp_path)
-    train(first, 1)
-    first.save_now(1)
-    disk.policies.add(1)
-    mark = first.mark
-    train(first, 2)
-    link.server = FakeServer(disk)
-    second = resumed(link, tmp_path, mark)
-    assert Journal(tmp_path).entries == Journal(tmp_path).between(START, mark)
-    assert [train(second, step) for step in (2, 3)] == EXPECTED[2:4]
 
 
 def test_an_older_actor_meets_a_critic_that_has_gone_on(tmp_path: Path) -> None:
@@ -367,14 +299,13 @@ def complete(critic: CriticHistory, disk: Disk, step: int) -> None:
     critic.checkpointed(step)
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_random_deaths(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 schedules each: at every request the server may die before it, in it or after it, answer late, or get it twice."""
+def test_random_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 schedules: at every request the server may die before it, in it or after it, answer late, or get it twice."""
     monkeypatch.setattr("aligner.files.os.fsync", lambda descriptor: None)  # the machine stays up in this test
     monkeypatch.setattr("builtins.print", lambda *words, **options: None)
     num_deaths = 0
-    for seed in range(50):
-        rng = random.Random(f"{block}/{seed}")
+    for seed in range(100):
+        rng = random.Random(seed)
         rate = rng.choice((0.01, 0.03, 0.08))
         disk = Disk()
 
@@ -386,4 +317,4 @@ def test_random_deaths(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         link = FakeLink(lambda disk=disk: FakeServer(disk), fate)
         assert act(link, disk, tmp_path / str(seed), rng) == EXPECTED[-1]
         num_deaths += link.num_deaths
-    assert num_deaths > 80
+    assert num_deaths > 160

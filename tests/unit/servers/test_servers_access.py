@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import http.server
 import os
 import select
 import shutil
@@ -20,13 +19,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_triton import ENDPOINTS, LIMITS, FakeTriton
+from fake_triton import served
 
 from aligner.errors import ConfigError, ServerUnreachable
 from aligner.servers.access import Access, advertised_host, run_secret
 from aligner.servers.config import ClientConfig, ServerConfig
-from aligner.servers.gateway import Gateway
-from aligner.servers.health import Health
 from aligner.servers.kserve import encode_request
 
 
@@ -81,62 +78,31 @@ def certificate(folder: Path) -> tuple[str, str]:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
 def test_tls(tmp_path: Path) -> None:
+    """A client polls its socket for the answer, so the gateway is silent until then: a session ticket would look like one."""
     chain, key = certificate(tmp_path)
-    server = Access.for_server(tmp_path / "secret", ServerConfig(tls_certificate=chain, tls_key=key))
+    config = ServerConfig(tls_certificate=chain, tls_key=key)
+    server = Access.for_server(tmp_path / "secret", config)
     client = Access.for_client(tmp_path / "secret", ClientConfig(tls_ca=chain))
     plain = Access.for_client(tmp_path / "secret", ClientConfig())
     assert (server.scheme, client.scheme, plain.scheme) == ("https", "https", "http")
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            """Quiet."""
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listener:
-        listener.socket = server.tls.wrap_socket(listener.socket, server_side=True)
-        threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        port = listener.server_address[1]
-        connection = client.connection(f"https://localhost:{port}", 10)
-        connection.request("GET", "/")
+    arrived, release = threading.Event(), threading.Event()
+    with served(tmp_path, server, config=config) as (gateway, fake, _):
+        fake.interrupt = lambda handler: arrived.set() or not release.wait(20)
+        connection = client.connection(f"https://localhost:{gateway.port}", 20)
+        headers, body = encode_request({"step": np.array([1])}, ("path",))
+        connection.request("POST", "/v2/models/critic_save/infer", body=body, headers={**headers, **client.headers()})
+        assert arrived.wait(20)
+        assert select.select([connection.sock], [], [], 0.3)[0] == []
+        release.set()
         assert connection.getresponse().status == 200
         connection.close()
         with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):  # it is localhost's certificate, not this address's
-            client.connection(f"https://127.0.0.1:{port}", 10).request("GET", "/")
-        listener.shutdown()
-
+            client.connection(f"https://127.0.0.1:{gateway.port}", 10).request("GET", "/")
     with pytest.raises(ServerUnreachable, match="this client is set up for http; set run.server_tls=true or server_client.tls_ca"):
         plain.connection("https://localhost:1", 10)
     with pytest.raises(ServerUnreachable, match="for https; set run.server_tls=true, or the server's tls_certificate"):
         client.connection("http://localhost:1", 10)
     assert isinstance(plain.connection("http://localhost:1", 10), http.client.HTTPConnection)
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
-def test_a_gateway_with_tls_is_silent_until_it_answers(tmp_path: Path) -> None:
-    """A client waits for the answer by polling its socket: a session ticket there would look like one."""
-    chain, key = certificate(tmp_path)
-    config = ServerConfig(tls_certificate=chain, tls_key=key)
-    access = Access.for_server(tmp_path / "secret", config)
-    gateway = Gateway(config, access, ENDPOINTS, LIMITS, Health("critic", "i", "", 1, config=config))
-    fake = FakeTriton(tmp_path / "http")
-    arrived, release = threading.Event(), threading.Event()
-    fake.interrupt = lambda handler: arrived.set() or not release.wait(20)
-    gateway.start()
-    gateway.connect(fake.upstream)
-    client = Access.for_client(tmp_path / "secret", ClientConfig(tls_ca=chain))
-    connection = client.connection(f"https://localhost:{gateway.port}", 20)
-    headers, body = encode_request({"step": np.array([1])}, ("path",))
-    connection.request("POST", "/v2/models/critic_save/infer", body=body, headers={**headers, **client.headers()})
-    assert arrived.wait(20)
-    assert select.select([connection.sock], [], [], 0.3)[0] == []
-    release.set()
-    assert connection.getresponse().status == 200
-    connection.close()
-    gateway.stop()
-    fake.close()
 
 
 def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:

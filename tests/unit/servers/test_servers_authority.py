@@ -15,14 +15,13 @@ from cryptography import x509
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_triton import ENDPOINTS, LIMITS
+from fake_triton import served
 
 from aligner.errors import ConfigError, ServerUnreachable
 from aligner.servers import access
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig, ServerConfig
 from aligner.servers.gateway import Gateway
-from aligner.servers.health import Health
 
 
 def client(run: Path) -> Access:
@@ -34,12 +33,9 @@ def client(run: Path) -> Access:
 def gateway(tmp_path: Path) -> Iterator[Gateway]:
     """Of the server `critic` of the run in tmp_path/run."""
     (tmp_path / "run").mkdir()
-    config = ServerConfig()
-    access = Access.for_server(tmp_path / "run" / "secret", config, name="critic", own_tls=True)
-    gateway = Gateway(config, access, ENDPOINTS, LIMITS, Health("critic", "i", "", 1, config=config))
-    gateway.start()
-    yield gateway
-    gateway.stop()
+    access = Access.for_server(tmp_path / "run" / "secret", ServerConfig(), name="critic", own_tls=True)
+    with served(tmp_path, access) as (gateway, _, _):
+        yield gateway
 
 
 def ask(access: Access, gateway: Gateway, host: str = "127.0.0.1") -> int:
@@ -84,14 +80,10 @@ def test_nobody_speaks_plainly(tmp_path: Path, gateway: Gateway) -> None:
 def test_a_clients_certificate_is_no_servers(tmp_path: Path) -> None:
     """Whoever takes a server's port needs more than what every component of the run holds."""
     own = client(tmp_path / "run")
-    config = ServerConfig()
-    access = Access.for_server(tmp_path / "run" / "secret", config, name="critic", own_tls=True)
+    access = Access.for_server(tmp_path / "run" / "secret", ServerConfig(), name="critic", own_tls=True)
     access.tls.load_cert_chain(tmp_path / "run" / "tls" / "client.pem")
-    gateway = Gateway(config, access, ENDPOINTS, LIMITS, Health("critic", "i", "", 1, config=config))
-    gateway.start()
-    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+    with served(tmp_path, access) as (gateway, _, _), pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
         ask(own, gateway)
-    gateway.stop()
 
 
 def test_whoever_comes_first_makes_the_authority(tmp_path: Path) -> None:

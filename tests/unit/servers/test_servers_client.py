@@ -324,12 +324,13 @@ def test_an_unclosed_client_does_not_keep_its_process(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False).returncode == 0
 
 
-def test_clients_import_no_server_library() -> None:
+def test_settings_import_no_arrays_and_clients_no_server_library() -> None:
     code = (
-        "import sys, aligner.servers.client, aligner.servers.server;"
+        "import sys, aligner.servers.config; print([m for m in ('torch', 'pytriton', 'numpy') if m in sys.modules]);"
+        "import aligner.servers.client, aligner.servers.server;"
         "print([m for m in ('pytriton', 'tritonclient', 'gevent', 'grpc', 'megatron') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n[]\n"
 
 
 def test_combine_keeps_order_and_fails_at_once() -> None:

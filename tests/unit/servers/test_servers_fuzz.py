@@ -12,11 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_triton import ENDPOINTS, LIMITS, FakeTriton
+from fake_triton import FakeTriton, served
 from malformed import MUTATIONS, Case, malformed, right_requests, send
 
 from aligner.servers.access import Access
-from aligner.servers.config import ServerConfig
 from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health
 from aligner.servers.kserve import encode_request
@@ -25,19 +24,13 @@ SECRET = "5e" * 32
 
 
 @pytest.fixture(params=["pytriton", "http"])
-def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Gateway, FakeTriton]]:
-    config = ServerConfig()
-    gateway = Gateway(config, Access(SECRET), ENDPOINTS, LIMITS, Health("critic", "i" * 32, "", 1, config=config))
-    fake = FakeTriton(tmp_path / "http", request.param)
-    gateway.start()
-    gateway.connect(fake.upstream)
-    yield gateway, fake
-    gateway.stop()
-    fake.close()
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Gateway, FakeTriton, Health]]:
+    with served(tmp_path, Access(SECRET), transport=request.param) as parts:
+        yield parts
 
 
-def test_malformed_requests_are_refused(served: tuple[Gateway, FakeTriton], capsys: pytest.CaptureFixture[str]) -> None:
-    gateway, fake = served
+def test_malformed_requests_are_refused(server: tuple[Gateway, FakeTriton, Health], capsys: pytest.CaptureFixture[str]) -> None:
+    gateway, fake, _ = server
     wrong, kinds = [], Counter()
     for case in malformed(seed=1, count=1200, secret=SECRET):
         status, content = send(gateway.port, case)

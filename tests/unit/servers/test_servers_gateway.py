@@ -22,7 +22,7 @@ from training_jobs import eventually
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_triton import ENDPOINTS, LIMITS, FakeTriton
+from fake_triton import ENDPOINTS, LIMITS, FakeTriton, served
 
 from aligner.errors import ConfigError
 from aligner.servers import gateway, intake, wire
@@ -61,17 +61,8 @@ class Served:
 
 @contextmanager
 def started(transport: str, folder: Path, **settings: float) -> Iterator[Served]:
-    config = ServerConfig(**settings)
-    health = Health("critic", "1234", "77.0", 2, config=config)
-    gateway = Gateway(config, ACCESS, ENDPOINTS, LIMITS, health)
-    fake = FakeTriton(folder / "http", transport)
-    gateway.start()
-    gateway.connect(fake.upstream)
-    try:
-        yield Served(gateway, fake, health)
-    finally:
-        gateway.stop()
-        fake.close()
+    with served(folder, ACCESS, transport=transport, config=ServerConfig(**settings)) as parts:
+        yield Served(*parts)
 
 
 Serving = Callable[..., AbstractContextManager[Served]]
@@ -84,68 +75,68 @@ def serving(request: pytest.FixtureRequest, tmp_path: Path) -> Serving:
 
 
 def test_binary_and_json_mean_the_same(serving: Serving) -> None:
-    with serving() as served:
-        status, headers, body = served.infer()
+    with serving() as server:
+        status, headers, body = server.infer()
         assert status == 200
         assert decode_response(headers[HEADER_LENGTH], body)["values"].tolist() == [[2.0, 4.0, 6.0]]
         inputs = [
             {"name": "sequence_lengths", "datatype": "INT64", "shape": [1, 1], "data": [3]},
             {"name": "tokens", "datatype": "INT64", "shape": [1, 3], "data": [[1, 2, 3]]},
         ]
-        status, headers, body = served.ask("POST", INFER, json.dumps({"id": "9", "inputs": inputs}).encode())
+        status, headers, body = server.ask("POST", INFER, json.dumps({"id": "9", "inputs": inputs}).encode())
         assert status == 200 and HEADER_LENGTH not in headers
         assert json.loads(body)["outputs"] == [{"name": "values", "shape": [1, 3], "datatype": "FP32", "data": [2.0, 4.0, 6.0]}]
-        (_, first), (_, second) = served.fake.received
+        (_, first), (_, second) = server.fake.received
         assert {name: array.tolist() for name, array in first.items()} == {name: array.tolist() for name, array in second.items()}
 
         texts = [
             {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]} for name, text in (("prompts", "?"), ("responses", "hé"))
         ]
         wanted = {"inputs": texts, "parameters": {"binary_data_output": True}}
-        status, headers, body = served.ask("POST", "/v2/models/reward_model/infer", json.dumps(wanted).encode())
+        status, headers, body = server.ask("POST", "/v2/models/reward_model/infer", json.dumps(wanted).encode())
         assert decode_response(headers[HEADER_LENGTH], body)["rewards"].tolist() == [[3.0]]
 
 
 def test_large_requests_are_computed_beside_the_others(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "LARGE_BYTES", 0)
-    with serving() as served:
-        status, headers, body = served.infer()
+    with serving() as server:
+        status, headers, body = server.infer()
         assert (status, decode_response(headers[HEADER_LENGTH], body)["values"].tolist()) == (200, [[2.0, 4.0, 6.0]])
-        status, _, body = served.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
+        status, _, body = server.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
         assert (status, json.loads(body)["error"]) == (400, "critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99")
 
 
 def test_an_ending_server_answers_those_who_wait(serving: Serving) -> None:
-    with serving() as served:
-        served.fake.may_answer.clear()
+    with serving() as server:
+        server.fake.may_answer.clear()
         with ThreadPoolExecutor() as pool:
-            answers = [pool.submit(served.infer) for _ in range(2)]
-            while len(served.fake.received) < 2:
+            answers = [pool.submit(server.infer) for _ in range(2)]
+            while len(server.fake.received) < 2:
                 time.sleep(0.01)
-            served.fake.intake.close(AnswerError("server critic was told to end", status=503))
+            server.fake.intake.close(AnswerError("server critic was told to end", status=503))
             for answer in answers:
                 status, _, body = answer.result(20)
                 assert (status, json.loads(body)["error"]) == (503, "server critic was told to end")
-        served.fake.may_answer.set()
-        assert served.infer()[0] == 503
+        server.fake.may_answer.set()
+        assert server.infer()[0] == 503
 
 
 def test_everything_but_liveness_needs_the_secret(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving() as served:
-        assert served.ask("GET", "/v2/health/live", secret=False)[0] == 200
+    with serving() as server:
+        assert server.ask("GET", "/v2/health/live", secret=False)[0] == 200
         for path in ("/v2", "/v2/health/ready", "/v2/models/critic_save", "/v2/models/critic_infer/ready", "/nowhere"):
-            assert served.ask("GET", path, secret=False)[0] == 401
-        status, headers, body = served.ask("POST", INFER, secret=False)
+            assert server.ask("GET", path, secret=False)[0] == 401
+        status, headers, body = server.ask("POST", INFER, secret=False)
         assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
         assert "the run's secret is missing or wrong" in json.loads(body)["error"]
-        assert served.fake.received == []
-        assert [served.ask("GET", path)[0] for path in ("/v2", "/v2/models/critic_save", "/nowhere")] == [200, 200, 404]
+        assert server.fake.received == []
+        assert [server.ask("GET", path)[0] for path in ("/v2", "/v2/models/critic_save", "/nowhere")] == [200, 200, 404]
     assert capsys.readouterr().err.count("without the run's secret refused") == 1  # not a line for each
 
 
 def test_metadata_names_every_tensor(serving: Serving) -> None:
-    with serving() as served:
-        described = json.loads(served.ask("GET", "/v2/models/critic_infer")[2])
+    with serving() as server:
+        described = json.loads(server.ask("GET", "/v2/models/critic_infer")[2])
         assert described["inputs"][:2] == [
             {"name": "tokens", "datatype": "INT64", "shape": [-1, -1]},
             {"name": "sequence_lengths", "datatype": "INT64", "shape": [-1, 1]},
@@ -154,61 +145,61 @@ def test_metadata_names_every_tensor(serving: Serving) -> None:
 
 
 def test_a_full_queue_asks_to_come_again(serving: Serving) -> None:
-    with serving(max_requests=2) as served:
-        served.fake.may_answer.clear()
-        callers = [threading.Thread(target=served.infer) for _ in range(2)]
+    with serving(max_requests=2) as server:
+        server.fake.may_answer.clear()
+        callers = [threading.Thread(target=server.infer) for _ in range(2)]
         for caller in callers:
             caller.start()
-        while len(served.fake.received) < 2:
+        while len(server.fake.received) < 2:
             time.sleep(0.01)
-        assert json.loads(served.ask("GET", "/v2/health/ready")[2])["requests_waiting"] == 2
-        status, headers, body = served.infer()
+        assert json.loads(server.ask("GET", "/v2/health/ready")[2])["requests_waiting"] == 2
+        status, headers, body = server.infer()
         assert (status, headers["Retry-After"]) == (429, "1")
         assert "2 requests with" in json.loads(body)["error"] and "server.max_requests=2" in json.loads(body)["error"]
-        served.fake.may_answer.set()
+        server.fake.may_answer.set()
         for caller in callers:
             caller.join()
-        assert served.infer()[0] == 200
+        assert server.infer()[0] == 200
 
 
 def test_waiting_bodies_have_a_size_together(serving: Serving) -> None:
     """There is a place for one and almost another one of this size, though four requests may wait."""
     size = len(encode_request(TOKENS, ("values",))[1])
-    with serving(max_requests=4, max_request_bytes=size, max_pending_bytes=2 * size - 1) as served:
-        served.fake.may_answer.clear()
-        caller = threading.Thread(target=served.infer)
+    with serving(max_requests=4, max_request_bytes=size, max_pending_bytes=2 * size - 1) as server:
+        server.fake.may_answer.clear()
+        caller = threading.Thread(target=server.infer)
         caller.start()
-        while caller.is_alive() and not served.fake.received:
+        while caller.is_alive() and not server.fake.received:
             time.sleep(0.01)
-        status, headers, body = served.infer()
-        served.fake.may_answer.set()
+        status, headers, body = server.infer()
+        server.fake.may_answer.set()
         caller.join()
         assert (status, headers["Retry-After"]) == (429, "1")
         assert f"1 requests with {size} bytes" in (error := json.loads(body)["error"]) and "server.max_pending_bytes=" in error
-        assert served.infer()[0] == 200
+        assert server.infer()[0] == 200
 
 
 def test_bodies_have_a_size_and_a_time(serving: Serving) -> None:
-    with serving(max_request_bytes=1000, body_timeout_seconds=0.3) as served:
-        status, _, body = served.infer({**TOKENS, "after": np.array([b"x" * 900], dtype=object)})
+    with serving(max_request_bytes=1000, body_timeout_seconds=0.3) as server:
+        status, _, body = server.infer({**TOKENS, "after": np.array([b"x" * 900], dtype=object)})
         assert status == 413 and "at most 1000 are allowed" in json.loads(body)["error"]
         head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 400\r\nAuthorization: {ACCESS.headers()['Authorization']}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) as slow:
+        with socket.create_connection(("127.0.0.1", server.gateway.port), timeout=20) as slow:
             slow.sendall(head.encode() + b"{")
             answer = slow.recv(10000)
         assert b" 408 " in answer and b"1 of 400 bytes came in 0.3 s" in answer
-        with socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) as polite:
+        with socket.create_connection(("127.0.0.1", server.gateway.port), timeout=20) as polite:
             polite.sendall(head.encode()[:-2] + b"Expect: 100-continue\r\n\r\n")
             assert polite.recv(10000).startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
-        with socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) as leaving:
+        with socket.create_connection(("127.0.0.1", server.gateway.port), timeout=20) as leaving:
             leaving.sendall(head.encode())
-        assert served.infer()[0] == 200  # the places of both are free again
-        assert served.fake.answered == ["critic_infer"]
+        assert server.infer()[0] == 200  # the places of both are free again
+        assert server.fake.answered == ["critic_infer"]
 
 
-def hold(served: Served, count: int, first: bytes = b"") -> list[socket.socket]:
+def hold(server: Served, count: int, first: bytes = b"") -> list[socket.socket]:
     """Connections that stay open, after these bytes."""
-    held = [socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) for _ in range(count)]
+    held = [socket.create_connection(("127.0.0.1", server.gateway.port), timeout=20) for _ in range(count)]
     for connection in held:
         connection.sendall(first)
     return held
@@ -226,15 +217,15 @@ def is_open(connection: socket.socket) -> bool:
 
 def test_connections_with_the_secret_are_limited(serving: Serving) -> None:
     header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())
-    with serving(max_connections=3) as served:
-        held = hold(served, 3, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+    with serving(max_connections=3) as server:
+        held = hold(server, 3, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         for connection in held:
             assert b" 200 " in connection.recv(1000)
-        status, headers, body = served.ask("GET", "/v2")
+        status, headers, body = server.ask("GET", "/v2")
         assert (status, headers["Retry-After"]) == (429, "1")
         assert json.loads(body)["error"] == "3 connections are open (server.max_connections); try again"
         held.pop().close()
-        assert eventually(lambda: served.ask("GET", "/v2")[0] == 200)
+        assert eventually(lambda: server.ask("GET", "/v2")[0] == 200)
         for connection in held:
             connection.close()
 
@@ -242,9 +233,9 @@ def test_connections_with_the_secret_are_limited(serving: Serving) -> None:
 @pytest.mark.parametrize("first", [b"", b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: x\r\nX: "], ids=["silent", "slow"])
 def test_a_flood_of_strangers_takes_no_place_from_the_run(serving: Serving, monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
     monkeypatch.setattr(gateway, "STRANGER_SECONDS", 60.0)
-    with serving(max_connections=4) as served:
-        held = hold(served, 2 * gateway.STRANGERS, first)
-        assert served.infer()[0] == 200
+    with serving(max_connections=4) as server:
+        held = hold(server, 2 * gateway.STRANGERS, first)
+        assert server.infer()[0] == 200
         assert eventually(lambda: sum(map(is_open, held)) <= gateway.STRANGERS)
         for connection in held:
             connection.close()
@@ -253,12 +244,12 @@ def test_a_flood_of_strangers_takes_no_place_from_the_run(serving: Serving, monk
 def test_strangers_have_little_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "STRANGER_SECONDS", 0.2)
     header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())
-    with serving() as served:
-        (known,) = hold(served, 1, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+    with serving() as server:
+        (known,) = hold(server, 1, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         assert b" 200 " in known.recv(1000)
-        (alive,) = hold(served, 1, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        (alive,) = hold(server, 1, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 200 " in alive.recv(1000)
-        strangers = [alive, *hold(served, 2), *hold(served, 1, b"GET /v2 HT")]
+        strangers = [alive, *hold(server, 2), *hold(server, 1, b"GET /v2 HT")]
         assert eventually(lambda: not any(map(is_open, strangers)))
         assert is_open(known)
         known.close()
@@ -266,8 +257,8 @@ def test_strangers_have_little_time(serving: Serving, monkeypatch: pytest.Monkey
 
 def test_whoever_has_a_wrong_secret_is_hung_up_on(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "STRANGER_SECONDS", 60.0)
-    with serving() as served:
-        (stranger,) = hold(served, 1, b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 0\r\n\r\n")
+    with serving() as server:
+        (stranger,) = hold(server, 1, b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 0\r\n\r\n")
         answer = b""
         while part := stranger.recv(1000):
             answer += part
@@ -299,19 +290,19 @@ def breaks_off(handler: BaseHTTPRequestHandler) -> bool:
 
 
 def test_tritons_own_words_stay_inside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with started("pytriton", tmp_path) as served:
-        served.fake.interrupt = fails_with("Traceback (most recent call last): secret/path.py")
-        status, _, body = served.infer()
+    with started("pytriton", tmp_path) as server:
+        server.fake.interrupt = fails_with("Traceback (most recent call last): secret/path.py")
+        status, _, body = server.infer()
         assert (status, json.loads(body)["error"]) == (502, "critic_infer: Triton could not answer; see the server's log")
         assert "secret/path.py" in capsys.readouterr().err
-        served.fake.interrupt = breaks_off
-        status, _, body = served.infer()
+        server.fake.interrupt = breaks_off
+        status, _, body = server.infer()
         assert (status, json.loads(body)["error"]) == (
             502,
             "critic_infer: Triton closed the connection; whether the operation ran is unknown",
         )
-        served.fake.interrupt = lambda handler: False
-        status, _, body = served.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
+        server.fake.interrupt = lambda handler: False
+        status, _, body = server.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
         assert (status, json.loads(body)["error"]) == (400, "critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99")
 
 
@@ -361,14 +352,14 @@ def test_health_tells_the_truth() -> None:
 
 
 def test_health_is_the_status_of_the_answer(serving: Serving) -> None:
-    with serving() as served:
-        status, _, body = served.ask("GET", "/v2/health/ready")
+    with serving() as server:
+        status, _, body = server.ask("GET", "/v2/health/ready")
         assert (status, json.loads(body)["reason"]) == (503, "it is starting")
-        served.health.pulse.round_done()
-        assert [served.ask("GET", path)[0] for path in ("/v2/health/ready", "/v2/models/critic_infer/ready")] == [200, 200]
-        served.health.failure = lambda: "process 5 of Triton died"
-        assert [served.ask("GET", path)[0] for path in ("/v2/health/ready", "/v2/models/critic_infer/ready")] == [503, 503]
-        status, _, body = served.infer()
+        server.health.pulse.round_done()
+        assert [server.ask("GET", path)[0] for path in ("/v2/health/ready", "/v2/models/critic_infer/ready")] == [200, 200]
+        server.health.failure = lambda: "process 5 of Triton died"
+        assert [server.ask("GET", path)[0] for path in ("/v2/health/ready", "/v2/models/critic_infer/ready")] == [503, 503]
+        status, _, body = server.infer()
         assert (status, json.loads(body)["error"]) == (503, "process 5 of Triton died")
 
 

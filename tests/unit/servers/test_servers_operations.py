@@ -20,17 +20,16 @@ from training_jobs import eventually
 
 from aligner.algorithms.ppo import TrainPPO
 from aligner.data.vision import ImageStore
-from aligner.errors import ConfigError, ServerError
+from aligner.errors import ConfigError
 from aligner.jobs import serves as serving
 from aligner.servers import config as server_config
 from aligner.servers import processes, wire
-from aligner.servers.access import listen
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig, Transport
 from aligner.servers.frontend import TRITON, Frontend
 from aligner.servers.health import Supervisor
 from aligner.servers.intake import Intake, Operation
 from aligner.servers.kserve import AnswerError
-from aligner.servers.ledger import Ledger, Refused
+from aligner.servers.ledger import Ledger
 from aligner.servers.payloads import TrainIdentity, digest_of
 from aligner.servers.processes import processes_with_variable, start_ticks
 from aligner.servers.server import Command, Report, _take_part
@@ -107,34 +106,6 @@ def test_training_takes_mini_batches_in_order_each_epoch() -> None:
     assert service.save(wire.SaveRequest(step=3)) == "step 3"
 
 
-def test_a_request_that_comes_again_is_answered_and_not_applied() -> None:
-    model = RecordingCritic()
-    service = critic_service(model, 2, 1)
-    replies = [service.train(train_request(value_batch(2))) for _ in range(3)]
-    assert model.steps == [[0, 1]] and replies[0] == replies[1] == replies[2]
-    with pytest.raises(Refused, match=r"refused \(conflict\)"):
-        service.train(train_request(value_batch(3)))
-    with pytest.raises(Refused, match=r"refused \(gap\)"):
-        service.train(train_request(value_batch(3), step=2))
-    assert model.steps == [[0, 1]]
-    status = service.status(wire.StatusRequest(run="r1"))
-    assert (status.count, status.mark[:4]) == (1, "1.0.")
-    for other in (lambda: service.status(wire.StatusRequest(run="r2")), lambda: service.infer(values_request(after="start"))):
-        with pytest.raises(Refused, match=r"refused \((foreign|ahead)\)"):
-            other()
-    assert service.infer(values_request(after=status.mark)).tolist() == [[5.0]]
-
-
-def values_request(after: str | None = None) -> wire.ValuesRequest:
-    return wire.ValuesRequest(batch=TokenBatch(tokens=torch.tensor([[5]]), lengths=torch.tensor([1])), after=after)
-
-
-def test_values_are_zero_in_the_padding() -> None:
-    service = critic_service(RecordingCritic(), 1, 1)
-    batch = TokenBatch(tokens=torch.tensor([[5, 6, 7], [8, 9, 9]]), lengths=torch.tensor([3, 1]))
-    assert service.infer(wire.ValuesRequest(batch=batch)).tolist() == [[5.0, 6.0, 7.0], [8.0, 0.0, 0.0]]
-
-
 class LengthScores:
     """Scores every row with its length."""
 
@@ -177,24 +148,6 @@ def intake() -> Intake:
     return Intake({"critic_save": operation}, LIMITS)
 
 
-def test_requests_are_taken_in_order_and_answered() -> None:
-    queue = intake()
-    answers = [queue.submit(wire.CRITIC_SAVE, {"step": np.array([step])}) for step in (1, 2)]
-    first, second = queue.take(1), queue.take(1)
-    assert (first.payload.step, second.payload.step) == (1, 2)
-    queue.answer(first, {"path": np.array(["x"])})
-    assert answers[0].result(0)["path"][0] == "x" and not answers[1].done()
-    assert queue.take(0.01) is None
-
-
-def test_a_rejected_request_never_reaches_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
-    queue = intake()
-    rejected = queue.submit(wire.CRITIC_SAVE, {"step": np.array([-1])})
-    assert isinstance(rejected.exception(0), AnswerError) and "step: -1" in str(rejected.exception(0))
-    assert queue.take(0.01) is None
-    assert "server: rejected critic_save: step: -1" in capsys.readouterr().err
-
-
 def test_closing_answers_what_waits_runs_and_comes_later() -> None:
     queue = intake()
     arrays = {"step": np.array([1])}
@@ -206,21 +159,6 @@ def test_closing_answers_what_waits_runs_and_comes_later() -> None:
     queue.answer(ticket, {"path": np.array(["too late"])})
     for answer in (running, waiting, late):
         assert "the first reason" in str(answer.exception(0))
-
-
-def test_a_taken_port_is_named_before_anything_starts() -> None:
-    import socket
-
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        with pytest.raises(
-            ServerError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; free port {port} or set server.port"
-        ):
-            listen("127.0.0.1", port)
-    with listen("127.0.0.1", 0) as free:
-        assert free.getsockname()[1] > 0
 
 
 def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path) -> None:
@@ -321,11 +259,6 @@ def test_pytriton_that_is_missing_is_refused_before_anything_is_loaded(
     key = f"{component}.server.transport"
     with pytest.raises(ConfigError, match=f"^{key}=pytriton: nvidia-pytriton is not installed .*: pip install .*, or set {key}=http$"):
         serve(config)
-
-
-def test_the_settings_import_neither_torch_nor_pytriton() -> None:
-    code = "import sys, aligner.servers.config; print([m for m in ('torch', 'pytriton', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_what_killed_servers_have_left_is_swept_and_nothing_else(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from training_jobs import eventually
 
 from aligner.errors import ServerError, ServerUnreachable
-from aligner.servers.processes import parent, processes_with_variable, start_ticks, zombie_children
+from aligner.servers.processes import parent, zombie_children
 from aligner.servers.registry import (
     Liveness,
     Publication,
@@ -195,32 +195,6 @@ def test_a_successor_on_another_machine_watches_the_heartbeat(tmp_path: Path) ->
     second = Publication(tmp_path, registration(incarnation="bbbbbbbb22"), heartbeat_seconds=0.1)
     assert read_registration(registration_path(tmp_path, "critic"))[0].incarnation == "bbbbbbbb22"
     second.withdraw()
-
-
-def test_one_name_is_served_once(tmp_path: Path) -> None:
-    first = Publication(tmp_path, registration(), heartbeat_seconds=60)
-    with pytest.raises(ServerError, match="critic at .* already serves under that name"):
-        Publication(tmp_path, registration(incarnation="bbbbbbbb22"), heartbeat_seconds=60)
-    first.withdraw()
-    Publication(tmp_path, registration(incarnation="bbbbbbbb22"), heartbeat_seconds=60).withdraw()
-
-
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    path = registration_path(tmp_path, "critic")
-    path.write_text("{")
-    with pytest.raises(ServerError, match=f"{path} is not a registration of this version"):
-        read_registration(path)
-
-
-def test_processes_are_found_by_their_environment() -> None:
-    environment = {**os.environ, "ALIGNER_TEST_MARK": str(os.getpid())}
-    code = "import sys; sys.stdout.write('up'); sys.stdout.flush(); sys.stdin.read()"
-    child = subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout.read(2) == b"up"
-    assert list(processes_with_variable(f"ALIGNER_TEST_MARK={os.getpid()}")) == [child.pid]
-    assert processes_with_variable(f"ALIGNER_TEST_MARK={os.getpid()}0") == {}
-    child.communicate()
-    assert start_ticks(child.pid) is None
 
 
 def test_a_dead_child_is_a_zombie_until_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
