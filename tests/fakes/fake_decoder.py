@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.parallel.logprobs import row_sums
 from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk
+from aligner.rollout.builtin.generation import Generation
+from aligner.rollout.builtin.sampling import Draw, Sampler
+from aligner.types import SamplingConfig
 
 _PRIME = 1_000_003
+VOCAB, PAGE, CONTEXT, EOS = 13, 4, 64, 2
 
 
 class FakeDecoder:
@@ -19,7 +24,7 @@ class FakeDecoder:
 
     add_up, fused_draw, keeps_addresses = staticmethod(row_sums), None, False
 
-    def __init__(self, *, vocab_size: int = 13, page_size: int = 4, max_sequence_length: int = 64) -> None:
+    def __init__(self, *, vocab_size: int = VOCAB, page_size: int = PAGE, max_sequence_length: int = CONTEXT) -> None:
         self.architecture = SimpleNamespace(vocab_size=vocab_size, linear_attention_layers=[])
         self.page_size = page_size
         self.max_sequence_length = max_sequence_length
@@ -70,3 +75,31 @@ def _read(cache: PagedKV, pages: Sequence[int], length: int) -> list[int]:
     keys, values = (tensor.numpy()[0, list(pages)].ravel()[:length].astype(int).tolist() for tensor in (cache.keys, cache.values))
     assert values == list(range(length)), f"a page holds the tokens of other positions: {values}"
     return keys
+
+
+def generation_of(decoder: FakeDecoder | None = None, **options: Any) -> Generation:
+    """Over this decoder, or one of its own."""
+    settings = {"max_batch_size": 8, "kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS} | options
+    return Generation(decoder=decoder or FakeDecoder(), **settings)
+
+
+def draws_alone(
+    tokens: Sequence[int],
+    seed: int,
+    sampling: SamplingConfig,
+    limit: int,
+    *,
+    eos_id: int = EOS,
+    decoder: FakeDecoder | None = None,
+    before: Callable[[int], None] = lambda number: None,
+) -> list[Draw]:
+    """A response by the plainest loop there is: no cache, no pages, no companions. `before(number)` is called before each draw."""
+    decoder = decoder or FakeDecoder()
+    sampler = Sampler(sampling, eos_id=eos_id, vocab_size=VOCAB, num_seats=1, device=torch.device("cpu"))
+    sampler.seat(0, prompt=tokens, response=(), seed=seed, limit=limit)
+    draws: list[Draw] = []
+    while not draws or not int(draws[-1].ended):
+        before(len(draws))
+        logits = decoder.logits_of([*tokens, *(int(draw.tokens) for draw in draws)])
+        draws.append(sampler.draw(logits[None], torch.tensor([0])))
+    return draws

@@ -22,11 +22,15 @@ from typing import Any
 from unittest.mock import patch
 
 import fake_tensorrt_llm_executor as parts
+import torch
 from fake_tensorrt_llm_binding import Fields
 from fake_tensorrt_llm_model import Misuse
 
+from aligner.rollout.config import RolloutConfig, TensorRTLLMConfig
 from aligner.rollout.tensorrt_llm.contract import Contract, load
+from aligner.types import SamplingConfig
 
+EOS, CONTEXT = 2, 64
 OTHER_PROCESS = """import sys
 sys.path.insert(0, {folder!r})
 from aligner.rollout.tensorrt_llm.contract import load
@@ -261,3 +265,18 @@ def installed(version: str, folder: Path, *, in_thread: bool = True) -> Iterator
         sys.path.remove(str(folder))
         for name in made:
             sys.modules.pop(name, None)
+
+
+def engine_of(
+    path: Path, *, sampling: SamplingConfig | None = None, offload: bool = False, max_batch_size: int = 4, **settings: Any
+) -> Any:
+    """The adapter over an installed stand-in, which computes in float32; it has not started."""
+    from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
+
+    config = RolloutConfig(
+        sampling=sampling or SamplingConfig(max_response_length=12),
+        max_batch_size=max_batch_size,
+        offload=offload,
+        tensorrt_llm=TensorRTLLMConfig(**settings),
+    )
+    return TensorRTLLMEngine(config, path=path, dtype=torch.float32, eos_id=EOS, max_sequence_length=CONTEXT)

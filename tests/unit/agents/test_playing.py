@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_decoder import FakeDecoder
+from fake_decoder import CONTEXT, generation_of
 from fake_endpoint import FakeEndpoint, RunEngine, post
 
 from aligner.agents import AgentOutcome, SessionAccess
@@ -21,14 +21,12 @@ from aligner.environments.exchange import Converting, EnvironmentFollowUp, Envir
 from aligner.errors import EngineError
 from aligner.online.collect import SampleRequest, Scorers, collect_all, response_metrics
 from aligner.protocols import Replica
-from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.engine.episodes import Conversing
 from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.rollout.engine.work import WorkSharing
 from aligner.types import Prompt, Rollout, SamplingConfig
 
 pytestmark = [pytest.mark.usefixtures("topology"), pytest.mark.cpu]
-EOS, VOCAB, CONTEXT = 2, 13, 64
 SAMPLING = SamplingConfig(max_response_length=30, stop_token_ids=[3])
 PROMPTS = [Prompt(id=i // 2, tokens=(4 + i // 2,) * (1 + i // 2), source=f"data.jsonl:{i // 2 + 1}") for i in range(8)]
 SEEDS = list(range(100, 108))
@@ -47,9 +45,7 @@ class Quiz:
 
 
 def phased(conversing: Conversing | None = None, replica: Replica | None = None) -> PhasedEngine:
-    options = {"max_batch_size": 4, "kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS}
-    generation = Generation(decoder=FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT), **options)
-    engine = RunEngine(generation.run, CONTEXT)
+    engine = RunEngine(generation_of(max_batch_size=4).run, CONTEXT)
     engine.replica = replica or Replica()
     return PhasedEngine(engine, SAMPLING, WorkSharing(Replica(), None), offload=False, conversing=conversing)
 

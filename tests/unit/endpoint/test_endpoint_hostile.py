@@ -11,16 +11,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_live_engine import KEY, ScriptedEngine, ask, chat, events, scripted, tokenizer_of, until
+from fake_live_engine import KEY, ScriptedEngine, ask, chat, scripted, tokenizer_of, until
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.endpoint import app
 from aligner.endpoint.app import INTERFACES, Endpoint
-from aligner.errors import ConfigError, ServerError
 from aligner.servers import gateway
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
@@ -284,17 +282,6 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-@pytest.mark.parametrize("first", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: "], ids=["silent", "slow"])
-def test_a_flood_of_strangers_takes_no_place(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
-    monkeypatch.setattr(gateway, "STRANGER_SECONDS", 60.0)
-    with scripted(tokenizer, lambda _: "fine", max_connections=4) as (endpoint, _):
-        held = hold(endpoint, 2 * gateway.STRANGERS, first)
-        assert ask(endpoint, "/v1/chat/completions", chat())[0] == 200
-        until(lambda: sum(map(is_open, held)) <= gateway.STRANGERS)
-        for connection in held:
-            connection.close()
-
-
 def test_strangers_have_little_time_and_known_clients_few_seats(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "STRANGER_SECONDS", 0.3)
     request = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
@@ -309,23 +296,6 @@ def test_strangers_have_little_time_and_known_clients_few_seats(tokenizer: Token
         known.pop().close()
         until(lambda: ask(endpoint, "/v1/models", method="GET")[0] == 200)
         for connection in [*known, *strangers]:
-            connection.close()
-
-
-def test_many_connections_stay_open_at_once(tokenizer: Tokenizer) -> None:
-    """200 sessions, each with a connection of its own, which asks twice."""
-    with scripted(tokenizer, lambda request: f"seed {request.seed}") as (endpoint, _):
-        connections = [http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=60) for _ in range(200)]
-        for turn in range(2):
-            for number, connection in enumerate(connections):
-                body = json.dumps(chat(seed=1000 * turn + number, stream=True))
-                connection.request("POST", "/v1/chat/completions", body=body, headers={"x-api-key": KEY})
-            for number, connection in enumerate(connections):
-                said = [
-                    choice["delta"].get("content", "") for event in events(connection.getresponse().read()) for choice in event["choices"]
-                ]
-                assert "".join(said) == f"seed {1000 * turn + number}"
-        for connection in connections:
             connection.close()
 
 
@@ -346,14 +316,3 @@ def test_an_ending_endpoint_answers_those_who_wait(tokenizer: Tokenizer) -> None
             engine.may_answer.set()
             assert waiting.result()[0] == 200
             ending.join()
-
-
-def test_addresses_that_cannot_be_used(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with scripted(tokenizer, lambda _: "fine") as (endpoint, _):
-        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1:{endpoint.port}: Address already in use"):
-            with scripted(tokenizer, lambda _: "fine", port=endpoint.port):
-                pass
-    monkeypatch.setattr(gateway.resource, "getrlimit", lambda kind: (256, 1024))
-    with pytest.raises(ConfigError, match=r"server.max_connections=1024: this process may open 1024 files"):
-        with scripted(tokenizer, lambda _: "fine"):
-            pass

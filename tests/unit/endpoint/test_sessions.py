@@ -317,19 +317,6 @@ def both(names: torch.Tensor, mask: torch.Tensor) -> list[tuple[list[float], lis
     return list(zip(names.tolist(), mask.tolist(), strict=True))
 
 
-def test_advantages_of_a_session_of_two_rows_by_hand() -> None:
-    """gamma and lambda 0.5, reward 1 on the last of three tokens, values 0.5, 0.25 | 0.75; its history lacks the second one.
-
-    The last:   delta = advantage = 1 - 0.75 = 0.25; return 1
-    the second: delta = 0.5 * 0.75 - 0.25 = 0.125; advantage 0.125 + 0.25 * 0.25 = 0.1875; return 0.4375
-    the first:  delta = 0.5 * 0.25 - 0.5 = -0.375; advantage -0.375 + 0.25 * 0.1875 = -0.328125; return 0.171875
-    """
-    trace = Trace(calls=(call([1], [5, 6], first=1), call([1, 5, 2], [7], first=10)))
-    assert len(trace.rows(PROMPT, seed=5, version=0)) == 2
-    found = returns_of(trace, {1: 0.5, 2: 0.25, 10: 0.75}, 0.5, 0.5)
-    assert found == pytest.approx({1: 0.171875, 2: 0.4375, 10: 1.0, 0.5: 1.0})
-
-
 def test_a_call_is_followed_by_the_one_that_continues_it_and_a_branch_by_the_next_call() -> None:
     """Call 2 continues call 0 while call 1 is a sub-agent's: 0 and 1 are both followed by 2, which begins in the middle of a row.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from aligner.environments.config import EnvironmentConfig, OnEnvironmentError
-from aligner.environments.environment import Observation, Turn
+from aligner.environments.environment import Turn
 from aligner.environments.exchange import Converting, EnvironmentFollowUp, EpisodeError
 from aligner.environments.isolated import Isolated
 from aligner.environments.kinds import build_environment
@@ -275,7 +275,3 @@ def test_an_observation_that_cannot_be_sent(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="cannot be sent"):
         environment.step(environment.reset(prompt()), turn("x"))
     environment.close()
-
-
-def test_held_observations_are_compared_whole() -> None:
-    assert Observation(text="a", counts={"x": 1.0}) == Observation(text="a", counts={"x": 1.0}) != Observation(text="a", reward=1.0)

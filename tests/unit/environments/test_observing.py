@@ -18,7 +18,6 @@ from aligner.environments.exchange import (
     EnvironmentFollowUp,
     EnvironmentReward,
     build_environment,
-    environment_follow_up,
     observation_tokens,
     surroundings,
 )
@@ -121,21 +120,6 @@ def test_settings_that_cannot_work(chat: Tokenizer, plain: Tokenizer, tmp_path: 
     for message, action in wrong.items():
         with pytest.raises(ConfigError, match=message):
             action()
-
-
-def test_a_follow_up_from_the_settings(chat: Tokenizer) -> None:
-    settings = EnvironmentConfig(path="aligner.environments.calculator:Calculator", arguments={"tolerance": 0.5}, max_turns=3)
-    follow_up = environment_follow_up(settings, chat, prompts(chat, True))
-    assert isinstance(follow_up.environment, Calculator) and follow_up.max_turns == 3
-    exchange = follow_up.open()
-    prompt = Prompt(id=0, tokens=(1,), source="a:1", answer="41.6")
-    exchange.say(5, prompt, chat.encode("<tool>6*7</tool><eos>"), number=1, is_cut=False, is_last=False)
-    ((episode, reply),) = exchange.hear(20.0)
-    assert episode == 5 and chat.decode(reply.tokens, skip_special=False) == "\n<u>42<eos><a>" and not reply.done
-    exchange.say(5, prompt, chat.encode("42<eos>"), number=2, is_cut=False, is_last=False)
-    assert [(reply.done, reply.reward) for _, reply in exchange.hear(20.0)] == [(True, 1.0)]
-    assert exchange.hear(20.0) == []  # nothing is under way: at once
-    exchange.close()
 
 
 def test_what_a_policy_writes_ends_no_run(chat: Tokenizer) -> None:

@@ -12,7 +12,7 @@ from aligner.data.collate import rollout_batch
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import FinishReason, LabeledBatch, Rollout, SamplingConfig
+from aligner.types import LabeledBatch, Rollout, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
 
@@ -97,34 +97,6 @@ def test_greedy_tokens_equal_those_of_transformers(name, eos, hf_directory, load
     for rollout in generate(engine, sampling=SamplingConfig(temperature=0.0, max_response_length=40)).values():
         prompt = torch.tensor([rollout.prompt.tokens])
         assert list(rollout.tokens) == theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()
-
-
-def test_a_stop_token_ends_a_response_and_belongs_to_it(make_model):
-    policy = make_model("policy")
-    free = generate(engine_of(policy, eos_id=VOCAB + 5))  # an id that cannot be sampled: all run to the limit
-    assert all(len(r.response) == 24 and r.finish_reason == FinishReason.length for r in free.values())
-    stop = [free[0, 11].response[5], free[5, 16].response[9]]
-    for engine in (engine_of(policy, eos_id=stop[0], stop_token_ids=[stop[1]]), engine_of(policy, eos_id=stop[1], stop_token_ids=stop)):
-        for key, rollout in generate(engine).items():
-            full = free[key].response
-            cut = next((i + 1 for i, token in enumerate(full) if token in stop), None)
-            assert rollout.response == full[:cut]
-            assert rollout.finish_reason == (FinishReason.length if cut is None else FinishReason.stop)
-            assert rollout.logprobs == pytest.approx(free[key].logprobs[: len(rollout.response)], abs=1e-4)
-
-
-def test_settings_of_one_call_replace_the_engines(make_model):
-    """Validation: another length, greedy, and its own stop tokens."""
-    policy = make_model("policy")
-    engine = engine_of(policy, eos_id=VOCAB + 5)
-    free = generate(engine)
-    sampling = SamplingConfig(max_response_length=10, stop_token_ids=[free[1, 12].response[4]])
-    called = generate(engine, sampling=sampling)
-    assert called[1, 12].finish_reason == FinishReason.stop and len(called[1, 12].response) <= 5
-    assert max(len(rollout.response) for rollout in called.values()) == 10
-    greedy = SamplingConfig(temperature=0.0, max_response_length=6)
-    assert samples(generate(engine, PROMPTS[:1], [1], greedy))[0, 1] == samples(generate(engine, PROMPTS[:1], [2], greedy))[0, 2]
-    assert samples(generate(engine)) == samples(free)
 
 
 def test_updated_weights_are_sampled_from_without_a_copy(make_model):

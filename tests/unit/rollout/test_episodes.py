@@ -8,7 +8,8 @@ from itertools import zip_longest
 
 import pytest
 import torch
-from fake_decoder import FakeDecoder
+from fake_decoder import CONTEXT, EOS, draws_alone, generation_of
+from fake_endpoint import RunEngine
 from fake_environment import repeats
 
 from aligner.data.collate import rollout_batch
@@ -16,34 +17,12 @@ from aligner.environments.config import OnEnvironmentError
 from aligner.environments.environment import Observation, Turn
 from aligner.environments.exchange import Converting, EnvironmentFollowUp, EpisodeError
 from aligner.protocols import Replica
-from aligner.rollout.builtin.generation import Generation
-from aligner.rollout.builtin.sampling import Sampler
-from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Work
+from aligner.rollout.builtin.sampling import LENGTH
+from aligner.rollout.engine import GenRequest, GenResult, Work
 from aligner.rollout.engine.episodes import Conversing, turn_seed
 from aligner.types import FinishReason, LogprobKind, Prompt, Rollout, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
-
-EOS, VOCAB, CONTEXT = 2, 13, 64
-
-
-class FakeEngine:
-    """`aligner.rollout.engine.Engine` around something that runs a `Work`."""
-
-    replica = Replica()
-    max_sequence_length = CONTEXT
-    capabilities = Capabilities(name="fake", logprobs=LogprobKind.sampled)
-
-    def __init__(self, run) -> None:
-        self._run = run
-
-    def refit(self, version: int) -> int:
-        return 0
-
-    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        return self._run(work, sampling, 0)
-
-    def shutdown(self) -> None: ...
 
 
 def engine_of(run, environment, *, in_step: bool = False, sampling: SamplingConfig | None = None, **settings):
@@ -59,7 +38,7 @@ def engine_of(run, environment, *, in_step: bool = False, sampling: SamplingConf
     options = {"max_turns": 4, "timeout_seconds": 20.0, "name": "mine.py:Env"} | settings
     conversing = Conversing(follow_up=EnvironmentFollowUp(environment, converting, **options), in_step=in_step)
     sharing = WorkSharing(Replica(), None)
-    return PhasedEngine(FakeEngine(run), sampling or SamplingConfig(), sharing, offload=False, conversing=conversing)
+    return PhasedEngine(RunEngine(run, CONTEXT), sampling or SamplingConfig(), sharing, offload=False, conversing=conversing)
 
 
 def scripted(turns: dict[int, list[tuple[int, ...]]], seats: int = 2):
@@ -312,21 +291,21 @@ class Quiz:
 
 def alone(prompt: tuple[int, ...], seed: int, sampling: SamplingConfig, max_turns: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """(response, log-probs) of an episode by the plainest loop there is."""
-    decoder, response, logprobs = FakeDecoder(vocab_size=VOCAB), [], []
+    response, logprobs = [], []
     for number in range(1, max_turns + 1):
-        sampler = Sampler(sampling, eos_id=EOS, vocab_size=VOCAB, num_seats=1, device=torch.device("cpu"))
         limit = min(sampling.max_response_length, CONTEXT - len(prompt)) - len(response)
-        sampler.seat(0, prompt=[*prompt, *response], response=(), seed=turn_seed(seed, number), limit=limit)
-        turn, ended = [], 0
-        while not ended:
-            draw = sampler.draw(decoder.logits_of([*prompt, *response, *turn])[None], torch.tensor([0]))
-            turn.append(int(draw.tokens))
-            logprobs.append(float(draw.logprobs))
-            ended = int(draw.ended)
+        draws = draws_alone([*prompt, *response], turn_seed(seed, number), sampling, limit)
+        turn = [int(draw.tokens) for draw in draws]
+        logprobs += [float(draw.logprobs) for draw in draws]
         response += turn
         observed = Quiz().step(None, Turn(text="", tokens=tuple(turn), number=number))
         words = [int(word) for word in observed.text.split()]
-        if observed.done or number == max_turns or ended == 2 or len(response) + len(words) >= sampling.max_response_length:
+        if (
+            observed.done
+            or number == max_turns
+            or int(draws[-1].ended) == LENGTH
+            or len(response) + len(words) >= sampling.max_response_length
+        ):
             break
         response += words
         logprobs += [0.0] * len(words)
@@ -344,12 +323,15 @@ def test_two_replicas_share_the_first_turns() -> None:
     sampling, store, engines = SamplingConfig(max_response_length=30, stop_token_ids=[3]), HashStore(), []
     for index in range(2):
         replica = Replica(index=index, count=2)
-        options = {"max_batch_size": 3, "kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS}
-        generation = Generation(decoder=FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT), **options)
+        generation = generation_of(max_batch_size=3)
         alike = engine_of(generation.run, Quiz())
         engines.append(
             PhasedEngine(
-                FakeEngine(generation.run), sampling, WorkSharing(replica, None, store=store), offload=False, conversing=alike.conversing
+                RunEngine(generation.run, CONTEXT),
+                sampling,
+                WorkSharing(replica, None, store=store),
+                offload=False,
+                conversing=alike.conversing,
             )
         )
     prompts = [(4 + i % 5,) * (1 + i // 4) for i in range(24)]
@@ -373,8 +355,7 @@ def test_an_episode_depends_on_prompt_and_seed_alone(in_step: bool) -> None:
     wanted = {i: alone(prompt, 100 + i, sampling, 4) for i, prompt in enumerate(prompts)}
     preemptions, turns, computed = 0, 0, []
     for settings in ({"max_batch_size": 1}, {"max_batch_size": 16, "steps_ahead": 1}, {"max_batch_size": 5, "kv_cache_tokens": 56}):
-        options = {"kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS} | settings
-        generation = Generation(decoder=FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT), **options)
+        generation = generation_of(**settings)
         episodes = collect(engine_of(generation.run, Quiz(), in_step=in_step, sampling=sampling), prompts)
         assert {i: (one.response, one.logprobs) for i, one in episodes.items()} == wanted
         preemptions += generation.counters.preemptions

@@ -11,23 +11,21 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fake_decoder import FakeDecoder
+from fake_decoder import CONTEXT, EOS, PAGE, VOCAB, draws_alone, generation_of
 
 from aligner.errors import ConfigError, EngineError
 from aligner.rollout.builtin.generation import Generation
-from aligner.rollout.builtin.sampling import Sampler
+from aligner.rollout.builtin.sampling import STOP
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 pytestmark = pytest.mark.cpu  # where the decoder's stand-in is, and each response can be compared bit for bit
-PAGE, CONTEXT, VOCAB, EOS = 4, 64, 13, 2
 
 
 def run(requests: Sequence[GenRequest], sampling: SamplingConfig, **options) -> tuple[Generation, dict[int, GenResult]]:
     """A generation by the fake decoder, and its results by index."""
-    settings = {"max_batch_size": 8, "kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS} | options
-    generation = Generation(decoder=FakeDecoder(vocab_size=VOCAB, page_size=PAGE, max_sequence_length=CONTEXT), **settings)
+    generation = generation_of(**options)
     results = [result for part in generation.run(ListedWork(requests), sampling, 3) for result in part]
     assert len(results) == len(requests)
     return generation, {result.index: result for result in results}
@@ -39,23 +37,14 @@ def limit_of(request: GenRequest, sampling: SamplingConfig) -> int:
 
 
 def alone(request: GenRequest, sampling: SamplingConfig, *, eos_id: int = EOS) -> GenResult:
-    """The response by the plainest loop there is: no cache, no pages, no companions."""
-    decoder = FakeDecoder(vocab_size=VOCAB)
-    sampler = Sampler(sampling, eos_id=eos_id, vocab_size=VOCAB, num_seats=1, device=torch.device("cpu"))
-    limit = limit_of(request, sampling)
-    sampler.seat(0, prompt=request.tokens, response=(), seed=request.seed, limit=limit)
-    draws, ended = [], 0
-    while not ended:
-        tokens = [*request.tokens, *(int(draw.tokens) for draw in draws)]
-        draws.append(sampler.draw(decoder.logits_of(tokens)[None], torch.tensor([0])))
-        ended = int(draws[-1].ended)
+    draws = draws_alone(request.tokens, request.seed, sampling, limit_of(request, sampling), eos_id=eos_id)
     return GenResult(
         index=request.index,
         tokens=tuple(int(draw.tokens) for draw in draws),
         logprobs=tuple(float(draw.logprobs) for draw in draws),
         raw_logprobs=tuple(float(draw.raw_logprobs) for draw in draws) if sampling.raw_logprobs else None,
         kind=LogprobKind.sampled,
-        finish_reason=FinishReason.stop if ended == 1 else FinishReason.length,
+        finish_reason=FinishReason.stop if int(draws[-1].ended) == STOP else FinishReason.length,
         weight_version=3,
     )
 
@@ -148,7 +137,7 @@ def test_a_response_that_ends_makes_room_at_once():
 def test_results_are_given_as_they_end():
     requests = [GenRequest(index=i, tokens=(3 + i,), seed=i) for i in range(6)]
     sampling = SamplingConfig(max_response_length=30)
-    generation = Generation(decoder=FakeDecoder(), max_batch_size=6, kv_cache_tokens=0, prefill_chunk_tokens=64, eos_id=EOS)
+    generation = generation_of(max_batch_size=6)
     lengths = [[len(result.tokens) for result in part] for part in generation.run(ListedWork(requests), sampling, 0)]
     assert len(lengths) > 2 and lengths == sorted(lengths) and all(len(set(part)) == 1 for part in lengths)
 
@@ -191,7 +180,7 @@ def test_a_cache_of_no_stated_size_grows_with_the_requests():
     requests = [GenRequest(index=i, tokens=(3 + i,) * length, seed=i) for i, length in enumerate((2, 2, 50, 3))]
     sampling = SamplingConfig(max_response_length=5)
     for seats, sizes in ((1, [3, 15]), (2, [3, 6, 15, 30])):  # 2 pages for 2 + 4 tokens, 14 for 50 + 4; each has one to spare
-        generation = Generation(decoder=FakeDecoder(), max_batch_size=seats, kv_cache_tokens=0, prefill_chunk_tokens=64, eos_id=10**6)
+        generation = generation_of(max_batch_size=seats, prefill_chunk_tokens=64, eos_id=10**6)
         results = {result.index: result for part in generation.run(Trickle(list(requests)), sampling, 3) for result in part}
         assert results == {request.index: alone(request, sampling, eos_id=10**6) for request in requests}
         assert generation.decoder.caches == sizes and generation.counters.preemptions == 0
@@ -204,51 +193,6 @@ def test_a_cache_of_no_stated_size_grows_with_the_requests():
 def test_settings_that_cannot_work_are_named(name, value, least):
     with pytest.raises(ConfigError, match=f"rollout.{name}={value}: must be at least {least}"):
         RolloutConfig(**{name: value})
-
-
-LONG = tuple(torch.randint(3, 61, (512,), generator=torch.Generator().manual_seed(4)).tolist())
-
-
-def model_requests() -> list[GenRequest]:
-    """A group of 16 on 512 tokens, one that shares most of these, and short ones."""
-    generator = torch.Generator().manual_seed(5)
-    others = [(*LONG[:500], 7), *(tuple(torch.randint(3, 61, (n,), generator=generator).tolist()) for n in (1, 16, 33, 5))]
-    return [GenRequest(index=i, tokens=tokens, seed=100 + i) for i, tokens in enumerate([LONG] * 16 + others)]
-
-
-def test_a_models_samples_depend_on_prompt_and_seed_alone(topology, make_model):
-    """For any batch, order, cache, chunk and engine the same tokens; log-probs within rounding."""
-    from aligner.rollout.builtin.megatron import MegatronEngine
-
-    sizes = {"seq_length": 640}
-    policy = make_model("policy", architecture={"max_position_embeddings": 640}, config=sizes)
-    sampling = SamplingConfig(max_response_length=40, stop_token_ids=[5, 6], temperature=0.8)
-
-    def generate(requests: list[GenRequest], **fields) -> tuple[MegatronEngine, dict[int, GenResult]]:
-        engine = MegatronEngine(policy.chunks, RolloutConfig(sampling=sampling, **fields), eos_id=EOS)
-        engine.refit(1)
-        return engine, {result.index: result for part in engine.generate(ListedWork(requests), sampling) for result in part}
-
-    requests = model_requests()
-    engine, expected = generate(requests)
-    assert len({len(result.tokens) for result in expected.values()}) > 5
-    counters = engine.generation.counters
-    assert counters.prefilled_tokens == 512 + 501 - 496 + 1 + 16 + 33 + 5  # 31 whole pages of 16 are in both
-    assert counters.shared_tokens == 15 * 512 + 496
-    preempted = 0
-    for order, fields in (
-        (requests, {"max_batch_size": 1}),
-        (requests[::-1], {"max_batch_size": 5, "prefill_chunk_tokens": 100}),
-        (requests, {"max_batch_size": 16, "kv_cache_tokens": 560, "prefill_chunk_tokens": 33}),
-        (requests[8:], {"max_batch_size": 7}),
-    ):
-        engine, results = generate(order, **fields)
-        preempted += engine.generation.counters.preemptions
-        for request in order:
-            found, wanted = results[request.index], expected[request.index]
-            assert found.tokens == wanted.tokens and found.finish_reason == wanted.finish_reason, (request.index, fields)
-            assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
-    assert preempted > 0
 
 
 def test_caches_of_different_sizes_at_one_address(topology, make_model, monkeypatch):

@@ -312,17 +312,6 @@ def test_a_tokenizer_says_what_ends_and_what_is_no_token(make_model):
     assert ends == {2, 11, 12} and not any(set(one.response[:-1]) & ends for one in rollouts)
 
 
-def test_the_config_chooses_the_engine(make_model, monkeypatch):
-    from aligner.rollout.config import EngineKind, RolloutConfig
-    from aligner.rollout.create import create_engine
-
-    policy = make_model("policy")
-    assert create_engine(policy, RolloutConfig(), eos_id=2).capabilities.name == "megatron"
-    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
-    with pytest.raises(EngineError, match="starting vLLM failed: rollout.engine=vllm: vLLM cannot be imported"):
-        create_engine(policy, RolloutConfig(engine=EngineKind.vllm), eos_id=2)
-
-
 def test_an_engine_of_another_package(make_model, monkeypatch):
     """An entry point of the group aligner.engines is its name; it is called with what a wrapped engine needs to know."""
     from importlib.metadata import EntryPoint

@@ -14,14 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-from fake_decoder import FakeDecoder
+from fake_decoder import CONTEXT, PAGE, VOCAB, generation_of
+from fake_endpoint import RunEngine
 from training_jobs import eventually
 
 from aligner.errors import ConfigError, EngineError
-from aligner.protocols import Replica
 from aligner.rollout.builtin import generation as generations
-from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.engine import Capabilities, GenRequest, GenResult, ListedWork
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.lifecycle import PhasedEngine
@@ -30,33 +28,22 @@ from aligner.rollout.live import LiveEngine, LiveRequest
 from aligner.types import Images, LogprobKind, SamplingConfig
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("topology")]
-PAGE, CONTEXT, VOCAB, EOS = 4, 64, 13, 2
 
 
 def text_of(tokens: Sequence[int]) -> str:
     return "".join(chr(97 + token) for token in tokens)
 
 
-class Engine:
-    """`aligner.rollout.engine.Engine` on the fake decoder."""
+class Engine(RunEngine):
+    """On the fake decoder."""
 
-    def __init__(self, *, pauses: Gate | None = None, **settings: Any) -> None:
-        self.capabilities = Capabilities(name="fake", logprobs=LogprobKind.sampled, serves=True)
-        self.max_sequence_length, self.replica, self.version = CONTEXT, Replica(index=0, count=1), 0
-        self.decoder = FakeDecoder(vocab_size=VOCAB, page_size=PAGE, max_sequence_length=CONTEXT)
-        settings = {"max_batch_size": 8, "kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS, "decode": text_of} | settings
-        self.generation = Generation(decoder=self.decoder, pauses=pauses, **settings)
-
-    def refit(self, version: int) -> int:
-        self.version = version
-        return 0
-
-    def generate(self, work: Any, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        return self.generation.run(work, sampling, self.version)
+    def __init__(self, **settings: Any) -> None:
+        self.generation = generation_of(**{"decode": text_of} | settings)
+        self.decoder = self.generation.decoder
+        super().__init__(self.generation.run, CONTEXT)
 
     def wake(self, memory: Any) -> None: ...
     def sleep(self, memory: Any) -> None: ...
-    def shutdown(self) -> None: ...
 
 
 def live_engine(*, missing: Sequence[int] = (), gate: Gate | None = None, **settings: Any) -> LiveEngine:
@@ -141,8 +128,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenRequest]:
 
 def in_a_run_of_its_own(request: GenRequest) -> GenResult:
     """With a run's settings, in place of the request's own."""
-    settings = {"max_batch_size": 1, "kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS, "decode": text_of}
-    generation = Generation(decoder=FakeDecoder(vocab_size=VOCAB, page_size=PAGE, max_sequence_length=CONTEXT), **settings)
+    generation = generation_of(max_batch_size=1, decode=text_of)
     plain = GenRequest(index=request.index, tokens=request.tokens, seed=request.seed)
     ((result,),) = list(generation.run(ListedWork([plain]), request.sampling, 0))
     return result
@@ -184,16 +170,6 @@ def test_ids_of_no_token_are_never_drawn_whatever_the_settings() -> None:
     with running(live):
         results = [one.result(60) for one in [asked(live, request) for request in requests]]
     assert not {token for result in results for token in result.tokens} & set(missing)
-
-
-def test_a_run_whose_requests_have_its_own_settings_draws_them_at_once(monkeypatch) -> None:
-    engine, calls = Engine(), []
-    monkeypatch.setattr(generations.Sampler, "_drawn_apart", lambda *given: calls.append(given))
-    how = SamplingConfig(max_response_length=9, top_p=0.9, stop_token_ids=[4])
-    own = SamplingConfig(max_response_length=5, top_p=0.9, stop_token_ids=[4])  # a length is not a way of drawing
-    requests = [GenRequest(index=i, tokens=(3 + i,), seed=i, sampling=[None, how, own][i % 3]) for i in range(8)]
-    found = [one for part in engine.generate(ListedWork(requests), how) for one in part]
-    assert len(found) == 8 and not calls
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -245,24 +221,6 @@ def test_pages_that_a_younger_prompt_counts_on_are_filled_though_nobody_waits(lo
     live.run(lambda: True)
     assert content(answers[1].result(0)) == content(in_a_run_of_its_own(requests[1]))
     assert answers[0].cancelled() and answers[2].cancelled() and pages_lost(loops[0]) == 0
-
-
-def test_who_has_lost_the_seat_may_leave(loops: list) -> None:
-    live, how = live_engine(kv_cache_tokens=48), SamplingConfig(max_response_length=40, min_response_length=40)
-    requests = [GenRequest(index=i, tokens=(3 + i, 5), seed=i, sampling=how) for i in range(3)]
-    answers = [asked(live, request) for request in requests]
-    decoder, decode = live.engine.engine.decoder, live.engine.engine.decoder.decode
-
-    def decoded(*given: Any) -> Any:
-        if loops[0].counters.preemptions:
-            answers[2].cancel()
-        return decode(*given)
-
-    decoder.decode = decoded
-    live.run(lambda: True)
-    assert answers[2].cancelled() and pages_lost(loops[0]) == 0
-    for answer, request in zip(answers[:2], requests, strict=False):
-        assert content(answer.result(0)) == content(in_a_run_of_its_own(request))
 
 
 def test_who_leaves_a_group_takes_no_state_along(hf_directory, load_policy) -> None:
@@ -541,26 +499,3 @@ def test_transformers_own_modules(tmp_path_factory, load_policy) -> None:
     with pytest.raises(EngineError, match="none of the model's"):
         wrong.result(0)
     assert all(one.cancelled() for one in leaving)
-
-
-def test_a_model_to_the_bit(make_model) -> None:
-    """With batch-invariant layers the live engine's answers are those of an engine that gets the settings for all, log-probs included."""
-    from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.create import create_engine
-
-    policy = make_model("policy", config={"batch_invariant": True})
-    rng = random.Random(5)
-    requests = [GenRequest(index=i, tokens=(3 + i, 9, 4 + i % 2), seed=i, sampling=random_settings(rng)) for i in range(9)]
-
-    def engine_of(**settings: Any) -> PhasedEngine:
-        return create_engine(policy, RolloutConfig(**settings), eos_id=EOS, decode=lambda tokens: "".join(chr(97 + t % 26) for t in tokens))
-
-    expected, alone = [], engine_of()
-    for request in requests:
-        plain = GenRequest(index=0, tokens=request.tokens, seed=request.seed)
-        expected += [content(one) for part in alone.serve(ListedWork([plain]), request.sampling) for one in part]
-    live = LiveEngine(engine_of(max_batch_size=4))
-    with running(live):
-        answers = [asked(live, request) for request in requests]
-        assert [content(one.result(120)) for one in answers] == expected
-    assert torch.is_grad_enabled()

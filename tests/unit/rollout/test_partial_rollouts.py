@@ -8,28 +8,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_decoder import FakeDecoder
+from fake_decoder import EOS, PAGE, VOCAB, FakeDecoder, draws_alone, generation_of
 from torch import Tensor
 
 from aligner.losses.sft import sft_loss
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel import platform
 from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk
-from aligner.rollout.builtin.generation import Generation
-from aligner.rollout.builtin.sampling import Sampler
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
 from aligner.types import LabeledBatch, Prompt, Rollout, SamplingConfig
-
-VOCAB, EOS, CONTEXT, PAGE = 13, 2, 64, 4
-MODEL_EOS = 2
 
 
 class Versioned(FakeDecoder):
     """A decoder whose weights have versions: each is other noise, and sends tokens to another expert."""
 
     def __init__(self) -> None:
-        super().__init__(vocab_size=VOCAB, page_size=PAGE, max_sequence_length=CONTEXT)
+        super().__init__()
         self.version = 0
         self._noises = [2 * torch.randn(997, VOCAB, generator=torch.Generator().manual_seed(version)) for version in range(9)]
         self.take(0)
@@ -79,15 +74,9 @@ def version_at(result: GenResult, token: int) -> int:
 def expected(request: GenRequest, result: GenResult, sampling: SamplingConfig) -> tuple[list[int], list[float]]:
     """Tokens and log-probs by the plainest loop, each of the version that the result says."""
     decoder = Versioned()
-    sampler = Sampler(sampling, eos_id=EOS, vocab_size=VOCAB, num_seats=1, device=torch.device("cpu"))
-    sampler.seat(0, prompt=request.tokens, response=(), seed=request.seed, limit=sampling.max_response_length)
-    tokens, logprobs = [], []
-    for position in range(len(result.tokens)):
-        decoder.take(version_at(result, position))
-        draw = sampler.draw(decoder.logits_of([*request.tokens, *tokens])[None], torch.tensor([0]))
-        tokens.append(int(draw.tokens))
-        logprobs.append(float(draw.logprobs))
-    return tokens, logprobs
+    how = {"decoder": decoder, "before": lambda number: decoder.take(version_at(result, number))}
+    draws = draws_alone(request.tokens, request.seed, sampling, sampling.max_response_length, **how)
+    return [int(draw.tokens) for draw in draws], [float(draw.logprobs) for draw in draws]
 
 
 @pytest.mark.cpu  # where the decoder's stand-in is
@@ -101,12 +90,11 @@ def test_any_schedule_of_new_weights(recompute):
         sampling = SamplingConfig(max_response_length=20, min_response_length=rng.choice([0, 12]), repetition_penalty=1.2)
         decoder = Versioned()
         switches = Switches(decoder.take, at=sorted(rng.sample(range(1, 30), 3)))
-        generation = Generation(
-            decoder=decoder,
+        generation = generation_of(
+            decoder,
             max_batch_size=rng.choice([3, 6, 16]),
             kv_cache_tokens=rng.choice([0, 48, 64]),
             prefill_chunk_tokens=rng.choice([5, 100]),
-            eos_id=EOS,
             steps_ahead=number % 3,
             pauses=switches,
             recompute=recompute,
@@ -130,7 +118,7 @@ def test_any_schedule_of_new_weights(recompute):
 def test_the_last_version_is_known_where_nothing_runs():
     decoder = Versioned()
     switches = Switches(decoder.take, at=[1])
-    generation = Generation(decoder=decoder, max_batch_size=2, kv_cache_tokens=0, prefill_chunk_tokens=9, eos_id=EOS, pauses=switches)
+    generation = generation_of(decoder, pauses=switches)
     request = GenRequest(index=0, tokens=(5, 6), seed=1)
     (result,) = [result for part in generation.run(ListedWork([request]), SamplingConfig(max_response_length=6), 0) for result in part]
     assert (result.weight_version, result.versions) == (1, ())
@@ -178,7 +166,7 @@ class Interrupted:
             asynchronous=AsynchronousConfig(max_staleness=1, recompute=recompute),
         )
         model.take(0)
-        self.engine = create_engine(model.policy, config, eos_id=MODEL_EOS)
+        self.engine = create_engine(model.policy, config, eos_id=EOS)
         gate = self.engine.gate
         stand = gate.between_steps
         steps = 0
@@ -252,7 +240,7 @@ def test_a_snapshot_stays_as_it_is_while_the_policy_trains(make_model):
     model = Model(make_model)
     model.take(0)
     config = RolloutConfig(sampling=SamplingConfig(max_response_length=6), asynchronous=AsynchronousConfig(max_staleness=2))
-    engine = create_engine(model.policy, config, eos_id=MODEL_EOS)
+    engine = create_engine(model.policy, config, eos_id=EOS)
     assert isinstance(engine.engine.weights, SnapshotWeights)
     assert engine.refitted_bytes == sum(parameter.numel() * 4 for parameter in model.policy.module.parameters())
 

@@ -10,7 +10,6 @@ import torch
 from host_syncs import HostSyncs
 
 from aligner.errors import ConfigError
-from aligner.parallel.logprobs import log_normalizer, row_sums
 from aligner.rollout.builtin.sampling import GOES_ON, LENGTH, STOP, Draw, Sampler, _heated, _kept, halved_nucleus, uniforms
 from aligner.rollout.engine import EngineSampling
 from aligner.types import SamplingConfig
@@ -109,19 +108,6 @@ def test_draws_follow_the_distribution_that_the_settings_say(settings):
     chi_square = ((counts - rows * expected)[kept] ** 2 / (rows * expected)[kept]).sum().item()
     # Wilson and Hilferty (1931): exceeded with probability 3e-5
     assert chi_square < freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
-
-
-def test_the_draw_itself_is_counted():
-    """After the draw of a token its penalties hold, as if the sequence had been seated with it."""
-    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
-    settings = {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.3}
-    sampler, seats = seated(40, 6, prompt=[2, 4], **settings), torch.arange(40)
-    first, second = sampler.draw(logits, seats).tokens, sampler.draw(logits, seats).tokens
-    for row in range(40):
-        told = seated(1, 6, prompt=[2, 4], response=[first[row], second[row]], **settings)
-        torch.testing.assert_close(
-            probabilities(sampler, logits[row : row + 1], seats[row : row + 1]), probabilities(told, logits[row : row + 1], seats[:1])
-        )
 
 
 @pytest.mark.parametrize("vocab_size", [50, 3000])
@@ -403,19 +389,6 @@ def test_ids_that_stand_for_no_token_are_never_drawn(height, sampling, kernel):
     assert torch.equal(logits, before)
 
 
-def test_log_probs_are_the_trainers_bit_for_bit_where_its_sum_is_used():
-    def add_up(weights: torch.Tensor) -> torch.Tensor:
-        return row_sums(weights.flip(-1))
-
-    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(4))
-    _, draw = without(MISSING, logits, add_up=add_up, temperature=0.7, raw_logprobs=True)
-    for temperature, found in ((0.7, draw.logprobs), (1.0, draw.raw_logprobs)):
-        z = logits / temperature
-        peak = z.amax(-1, keepdim=True)
-        expected = z.gather(1, draw.tokens[:, None])[:, 0] - log_normalizer(peak[:, 0], add_up((z - peak).exp()))
-        assert torch.equal(found, expected)
-
-
 def test_the_likeliest_tokens_of_seats_that_ask_for_them():
     """With log-probs as the drawn ones have, whatever reshapes the draw; ids of no token are not named."""
     logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
@@ -440,12 +413,6 @@ def test_the_likeliest_tokens_of_seats_that_ask_for_them():
     for seat in heats:
         sampler.seat(seat, prompt=(1,), response=(), seed=seat, limit=9)
     assert sampler.draw(logits, torch.tensor(list(heats))).tops is None
-
-
-def test_the_minimum_length_holds_for_every_end_token():
-    logits = torch.zeros(500, 6)
-    _, draw = without((), logits, stop_token_ids=[3, 4], min_response_length=2)
-    assert set(draw.tokens.tolist()) == {1, 2, 5}
 
 
 def certain(*tokens: int, vocab_size: int = 8) -> torch.Tensor:

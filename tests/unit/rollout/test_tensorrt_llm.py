@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from fake_tensorrt_llm import installed
+from fake_tensorrt_llm import CONTEXT, EOS, engine_of
 from torch.nn.utils.rnn import pad_sequence
 
 from aligner.errors import ConfigError, EngineError
@@ -19,7 +16,6 @@ from aligner.parallel import platform
 from aligner.protocols import Replica
 from aligner.rollout.config import (
     CudaGraphs,
-    RolloutConfig,
     Sampler,
     TensorRTLLMConfig,
 )
@@ -30,16 +26,8 @@ from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 pytestmark = pytest.mark.cpu  # where the package's stand-in is, in this process: no handle of a GPU's memory opens where it was made
 VERSIONS = ["1.2.1", "1.3.0rc24"]
-EOS, CONTEXT = 2, 64
 PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4), (11,)]
 WEIGHTS, CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
-
-
-@pytest.fixture
-def package(request, tmp_path) -> Iterator[Any]:
-    """The stand-in's world, of version 1.2.1 unless the test says otherwise; what the engine sets for the process's life goes with it."""
-    with patch.dict(os.environ), installed(getattr(request, "param", "1.2.1"), tmp_path) as world:
-        yield world
 
 
 @pytest.fixture
@@ -47,17 +35,8 @@ def policy(topology, hf_directory, load_policy):
     return load_policy(hf_directory("llama"), training={"micro_batch_size": 4})
 
 
-def build(path: Path, *, sampling: SamplingConfig | None = None, offload: bool = False, max_batch_size: int = 4, **settings: Any):
-    """An engine that has not started. The stand-in computes in float32."""
-    from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
-
-    config = RolloutConfig(
-        sampling=sampling or SamplingConfig(max_response_length=12),
-        max_batch_size=max_batch_size,
-        offload=offload,
-        tensorrt_llm=TensorRTLLMConfig(**({"allow_drafts": True, "timeout_seconds": 60.0} | settings)),
-    )
-    return TensorRTLLMEngine(config, path=path, dtype=torch.float32, eos_id=EOS, max_sequence_length=CONTEXT)
+def build(path: Path, **settings: Any):
+    return engine_of(path, **{"allow_drafts": True, "timeout_seconds": 60.0} | settings)
 
 
 def refit(engine, policy, version: int = 1) -> int:

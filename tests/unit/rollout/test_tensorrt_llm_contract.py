@@ -28,24 +28,6 @@ from aligner.rollout.tensorrt_llm.worker import answer as answer_of  # noqa: E40
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 
 REQUEST = GenRequest(index=3, tokens=(5, 6), seed=2**63 + 11)
-SHA1_LENGTH = 40
-
-
-def test_every_entry_of_a_contract_says_where_it_was_read():
-    assert known_versions() == ["1.2.1", "1.3.0rc24"]
-    for version in known_versions():
-        contract = load(version)
-        assert contract.version == version
-        for symbol in contract.symbols.values():
-            assert symbol.read in contract.sources and symbol.file.startswith("tensorrt_llm/"), symbol
-            kinds = (symbol.signature, symbol.fields, symbol.members)
-            assert sum(kind is not None for kind in kinds) + symbol.assigned == 1, symbol
-        for source in contract.sources.values():
-            assert source["repository"] == "NVIDIA/TensorRT-LLM" and source["note"]
-            assert len(source.get("commit") or "0" * SHA1_LENGTH) == SHA1_LENGTH
-        assert set(contract.rules.logprobs) == {one.value for one in Sampler}
-        tags = set(contract.find("ExecutorMemoryType").members.values())
-        assert tags >= {tag for some in contract.rules.memory_tags.values() for tag in some}
 
 
 def test_what_sleep_costs_is_the_contracts_to_say(monkeypatch):
@@ -56,15 +38,6 @@ def test_what_sleep_costs_is_the_contracts_to_say(monkeypatch):
     both = replace(recorded, rules=replace(recorded.rules, cuda_graphs_with_sleep=True))
     monkeypatch.setattr(contracts, "load", lambda name: both)
     assert lost(CudaGraphs.auto, offload=True) == ""
-
-
-def test_versions_differ_where_the_adapter_asks():
-    old, new = load("1.2.1"), load("1.3.0rc24")
-    assert old.commit == "376f7e1bd8ed543f75014309e3fd4b237e9b0e73" and not old.draft and new.draft
-    for name, argument in (("TorchLlmArgs", "enable_sleep"), ("TorchLlmArgs", "sleep_config"), ("PyExecutor.control_action", "drain")):
-        assert old.accepts(name, argument) == (argument == "enable_sleep") and new.accepts(name, argument) != old.accepts(name, argument)
-    assert old.find("ModelLoader.begin_update_weights") is None and new.find("ModelLoader.begin_update_weights")
-    assert not old.accepts("NoSuchThing", "x")
 
 
 def test_the_gate_knows_versions_without_importing_them(tmp_path):

@@ -9,45 +9,22 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from fake_tensorrt_llm import installed
+from fake_tensorrt_llm import CONTEXT, engine_of, installed
 from fake_tensorrt_llm_binding import OnGpu, handle_of
 
 from aligner.errors import EngineError
-from aligner.rollout.config import (
-    RolloutConfig,
-    TensorRTLLMConfig,
-)
 from aligner.rollout.engine import GenRequest, ListedWork
 from aligner.rollout.engine.manifest import Manifest
 from aligner.rollout.tensorrt_llm import link as tensorrt_llm_link
 from aligner.rollout.tensorrt_llm.link import Door, knock
 from aligner.types import LogprobKind, SamplingConfig
-
-CONTEXT = 64
-
-
-@pytest.fixture
-def package(tmp_path) -> Iterator[Any]:
-    """The stand-in's world; engines of this process run in it."""
-    with patch.dict(os.environ), installed("1.2.1", tmp_path) as world:
-        yield world
-
-
-def build(path: Path, *, max_batch_size: int = 4, **settings: Any):
-    """An engine that has not started."""
-    from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
-
-    config = RolloutConfig(max_batch_size=max_batch_size, tensorrt_llm=TensorRTLLMConfig(**settings))
-    return TensorRTLLMEngine(config, path=path, dtype=torch.float32, eos_id=2, max_sequence_length=CONTEXT)
 
 
 def test_no_launcher_is_in_sight_of_the_engines_process():
@@ -200,7 +177,7 @@ def test_a_process_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):
     with installed("1.2.1", tmp_path):
         monkeypatch.setattr(tensorrt_llm, "start_process", dies)
         with pytest.raises(EngineError, match="process ended with status 3 before it was ready"):
-            build(tmp_path).start()
+            engine_of(tmp_path).start()
 
 
 def test_the_gpus_of_a_replica(monkeypatch):
@@ -261,7 +238,7 @@ def test_a_model_that_cannot_be_built_is_an_error_at_the_start(package, hf_direc
         raise ValueError("no kernel image is available for this GPU")
 
     monkeypatch.setattr(tensorrt_llm, "LLM", refuses)
-    engine = build(hf_directory("llama"))
+    engine = engine_of(hf_directory("llama"))
     with pytest.raises(EngineError, match="process could not build its model: ValueError: no kernel image is available"):
         engine.start()
     with pytest.raises(EngineError, match="not running"):
@@ -274,11 +251,11 @@ def test_a_worker_must_be_on_its_ranks_gpu(package, hf_directory, monkeypatch):
 
     monkeypatch.setattr(tensorrt_llm_worker, "gpu_name", lambda: "GPU-of-another-rank")
     with pytest.raises(EngineError, match="worker 0 computes on the GPU GPU-of-another-rank, its training rank on cpu"):
-        build(hf_directory("llama")).start()
+        engine_of(hf_directory("llama")).start()
 
 
 def test_an_executor_that_does_not_pause_is_taken_for_hung(package, hf_directory, monkeypatch):
-    engine = build(hf_directory("llama"), pause_seconds=0.2)
+    engine = engine_of(hf_directory("llama"), pause_seconds=0.2)
     engine.start()
     goes_on = threading.Event()
     monkeypatch.setattr(package.engine, "control_action", lambda: goes_on.wait(60))
@@ -292,7 +269,7 @@ def test_an_executor_that_does_not_pause_is_taken_for_hung(package, hf_directory
 
 def test_what_the_model_is_built_with(package, hf_directory):
     """The lengths are the run's; the cache has room for its batch."""
-    engine = build(hf_directory("llama"), max_batch_size=4)
+    engine = engine_of(hf_directory("llama"), max_batch_size=4)
     assert "tensorrt_llm" in sys.modules and not package.llms
     engine.start()
     assert engine._process.given["PATH"]

@@ -27,18 +27,22 @@ from safetensors.torch import load_file
 
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError, EngineError
+from aligner.losses.sft import sft_loss
 from aligner.models.config import Architecture, Family, LoraConfig, LoraInit, LoraTarget, Quantization
+from aligner.models.modules.lora import named_adapters
+from aligner.models.modules.peft import export_adapters
 from aligner.protocols import Replica
 from aligner.rollout import create
+from aligner.rollout.builtin.refit import negated
 from aligner.rollout.config import EngineKind, Refit, RolloutConfig, VerifyRefit, VLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, EngineSampling, GenRequest, ListedWork
 from aligner.rollout.engine.lifecycle import PhasedEngine
-from aligner.rollout.engine.manifest import Manifest, TensorSpec, hf_manifest
+from aligner.rollout.engine.manifest import hf_manifest
 from aligner.rollout.engine.work import WorkSharing
 from aligner.rollout.live import LiveEngine, LiveRequest
 from aligner.rollout.vllm import engine as wrapper
 from aligner.rollout.vllm.engine import VLLMEngine
-from aligner.types import FinishReason, LogprobKind, Prompt, SamplingConfig
+from aligner.types import FinishReason, LabeledBatch, LogprobKind, Prompt, SamplingConfig
 
 SIZES = Architecture(num_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, ffn_hidden_size=12, vocab_size=11)
 CONTEXT, EOS = 20, 2
@@ -391,21 +395,18 @@ def test_what_it_has_only_when_it_runs_is_looked_at_too(path, fake_vllm, monkeyp
         make_engine().start()
 
 
-def test_of_the_devices_generators_only_the_current_one_is_kept(monkeypatch):
-    kept = []
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: kept.append(devices))
-    for device in ("cpu", "cuda:3"):
-        monkeypatch.setattr(wrapper.platform, "device", lambda device=device: torch.device(device))
-        wrapper._generators_kept()
-    assert kept == [[], [3]]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.1])
-def test_the_temperature_of_layers_without_positions_is_the_models(temperature, fake_vllm):
-    sizes = replace(SIZES, no_rope_layers=[0], attention_temperature=temperature)
-    told = make_engine(architecture=sizes)._settings()["override_generation_config"]
-    assert told == {"attn_temperature_tuning": temperature > 0}
-    assert "override_generation_config" not in make_engine()._settings()
+@pytest.mark.parametrize(
+    ("sizes", "name", "told"),
+    [
+        ({"no_rope_layers": [0], "attention_temperature": 0.0}, "override_generation_config", {"attn_temperature_tuning": False}),
+        ({"no_rope_layers": [0], "attention_temperature": 0.1}, "override_generation_config", {"attn_temperature_tuning": True}),
+        ({"family": Family.cohere2, "sliding_window": 7}, "hf_overrides", {"sliding_window": 6}),  # one less than transformers' files say
+        ({"family": Family.cohere2, "sliding_window": 0}, "hf_overrides", None),
+        ({}, "override_generation_config", None),
+    ],
+)
+def test_what_the_files_say_otherwise_is_told(sizes, name, told, fake_vllm):
+    assert make_engine(architecture=replace(SIZES, **sizes))._settings().get(name) == told
 
 
 def test_the_cache_has_the_size_that_the_sequences_need(fake_vllm):
@@ -475,6 +476,14 @@ class OwnModel(FusedModel):
         return {fused for fused, _, _ in given}
 
 
+def own_engine(policy: Any, path: Path, monkeypatch, **more: Any) -> tuple[PhasedEngine, OwnModel]:
+    made = OwnModel(dict(sorted(load_file(path / "model.safetensors").items(), key=lambda one: one[0].replace("q_proj", "a_proj"))))
+    monkeypatch.setitem(globals(), "FusedModel", lambda: made)
+    sampling = SamplingConfig(max_response_length=3)
+    config = RolloutConfig(engine=EngineKind.vllm, max_batch_size=2, sampling=sampling, verify_refit=VerifyRefit.checksum, **more)
+    return create.create_engine(policy, config, eos_id=EOS), made
+
+
 @pytest.mark.parametrize("name", ["granite", "minimax_m2"])
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
 def test_a_refit_of_transformers_own_modules_has_the_files_names(name, lora, fake_vllm, load_policy, tmp_path_factory, monkeypatch):
@@ -482,12 +491,8 @@ def test_a_refit_of_transformers_own_modules_has_the_files_names(name, lora, fak
     path = make_directory(tmp_path_factory)(name)
     adapters = {"lora": LoraConfig(rank=4)} if lora else {}
     policy = load_policy(path, optimizer=adam(), config=adapters, training={"total_steps": 10})
-    made = OwnModel(dict(sorted(load_file(path / "model.safetensors").items(), key=lambda one: one[0].replace("q_proj", "a_proj"))))
-    monkeypatch.setitem(globals(), "FusedModel", lambda: made)
     monkeypatch.setattr(create, "MIB", 1024)  # buckets of a few tensors
-    sizes = {"refit_bucket_mib": 8, "max_batch_size": 2, "sampling": SamplingConfig(max_response_length=3)}
-    sizes |= {"verify_refit": VerifyRefit.checksum, "refit": Refit.merged}
-    engine = create.create_engine(policy, RolloutConfig(engine=EngineKind.vllm, **sizes), eos_id=EOS)
+    engine, made = own_engine(policy, path, monkeypatch, refit=Refit.merged, refit_bucket_mib=8)
     for steps in (range(0), range(2)):
         train(policy, steps)
         engine.refit(policy.version)
@@ -503,26 +508,10 @@ def test_a_refit_of_transformers_own_modules_has_the_files_names(name, lora, fak
     engine.shutdown()
 
 
-def lora_engine(policy: Any, path: Path, monkeypatch, *, refit: Refit = Refit.auto):
-    made = OwnModel(dict(sorted(load_file(path / "model.safetensors").items(), key=lambda one: one[0].replace("q_proj", "a_proj"))))
-    monkeypatch.setitem(globals(), "FusedModel", lambda: made)
-    config = RolloutConfig(
-        engine=EngineKind.vllm,
-        max_batch_size=2,
-        sampling=SamplingConfig(max_response_length=3),
-        verify_refit=VerifyRefit.checksum,
-        refit=refit,
-    )
-    return create.create_engine(policy, config, eos_id=EOS), made
-
-
 def test_adapters_go_alone_and_the_weights_under_them_once(fake_vllm, load_policy, tmp_path_factory, monkeypatch, capsys):
-    from aligner.models.modules.peft import export_adapters
-    from aligner.rollout.builtin.refit import negated
-
     path = make_directory(tmp_path_factory)("granite")
     policy = load_policy(path, optimizer=adam(), config={"lora": LoraConfig(rank=3, alpha=4.0)}, training={"total_steps": 10})
-    engine, made = lora_engine(policy, path, monkeypatch)
+    engine, made = own_engine(policy, path, monkeypatch)
     vllm, manager = engine.engine.foreign._llm, made.lora_manager
     assert (vllm.settings.max_loras, vllm.settings.max_lora_rank) == (1, 8) and "q_proj" in vllm.settings.lora_target_modules
     base = {name: tensor.clone() for name, tensor in policy.export_weights(merged=False)}
@@ -567,8 +556,8 @@ def test_what_vllm_cannot_take_alone_is_merged_and_said(name, lora, why, fake_vl
     path = make_directory(tmp_path_factory)(name)
     policy = load_policy(path, optimizer=adam(), config={"lora": LoraConfig(**lora)})
     with pytest.raises(ConfigError, match=rf"^rollout\.refit=adapters: {re.escape(why)}; allowed: auto, merged$"):
-        lora_engine(policy, path, monkeypatch, refit=Refit.adapters)
-    engine, _ = lora_engine(policy, path, monkeypatch)
+        own_engine(policy, path, monkeypatch, refit=Refit.adapters)
+    engine, _ = own_engine(policy, path, monkeypatch)
     assert engine.refitted_bytes == sum(tensor.nbytes for _, tensor in policy.export_weights())
     said = f"rollout.refit=auto: merged, every refit sends all weights: {why}\n"
     assert (said in capsys.readouterr().out) is bool(lora)
@@ -630,19 +619,6 @@ def test_what_vllms_model_ignores_is_named_and_what_it_computes_is_not_asked_for
     engine.begin_refit(hf_manifest(SIZES, torch.float32))
     with pytest.raises(EngineError, match=r"FusedModel of vLLM has no place for lm_head\.weight"):
         engine.load([*named.items(), ("lm_head.weight", torch.zeros(11, 8))])
-
-
-def test_a_projection_without_a_gate_is_read_back_by_itself(fake_vllm):
-    engine, name = started(), "model.layers.0.mlp.up_proj.weight"
-    engine._llm.model.tensors = {name: torch.randn(12, 8)}
-    engine._manifest = Manifest(tensors={name: TensorSpec(shape=(12, 8), dtype=torch.float32)})
-    assert torch.equal(engine.read_back(name), engine._llm.model.tensors[name])
-
-
-def test_cohere_2_has_the_windows_of_transformers(fake_vllm):
-    sizes = replace(SIZES, family=Family.cohere2, sliding_window=7)
-    assert make_engine(architecture=sizes)._settings()["hf_overrides"] == {"sliding_window": 6}
-    assert "hf_overrides" not in make_engine(architecture=replace(sizes, sliding_window=0))._settings()
 
 
 def test_only_what_shares_a_weight_with_another_is_packed_again(fake_vllm):
@@ -812,38 +788,41 @@ def own_policy_of(load_policy: Callable, path: Path, name: str, **config):
     return load_policy(path, optimizer=adam(lr=1e-2), training={"temperature": 0.7, "micro_batch_size": 5}, config=config)
 
 
+def real_engine(policy: Any, **more: Any) -> PhasedEngine:
+    sampling = SamplingConfig(temperature=0.7, max_response_length=8)
+    config = RolloutConfig(engine=EngineKind.vllm, sampling=sampling, max_batch_size=3, vllm=VLLMConfig(enforce_eager=True), **more)
+    return create.create_engine(policy, config, eos_id=EOS)
+
+
+PROMPTS = [Prompt(id=i, tokens=tuple(range(3, 6 + i)), source=f"prompt {i}") for i in range(5)]
+SEEDS = [11, 12, 13, 14, 15]
+
+
+def resampled(engine: PhasedEngine, policy: Any) -> tuple[LabeledBatch, torch.Tensor]:
+    """After a refit: rows whose log-probs are the policy's, and these."""
+    engine.refit(policy.version)
+    rollouts = sorted((one for part in engine.generate(PROMPTS, SEEDS) for one in part), key=lambda one: one.seed)
+    assert [one.seed for one in rollouts] == SEEDS
+    rows = rollout_batch(rollouts, 0)
+    batch = LabeledBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask)
+    torch.testing.assert_close(rows.rollout_logprobs, policy.logprobs(batch) * rows.loss_mask, rtol=0, atol=1e-4)
+    return batch, rows.rollout_logprobs
+
+
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 # Gemma 2 and Cohere have no output layer of their own in vLLM, whose windows of Cohere 2 have one token more than transformers'; Nemotron
 # has no gates. The experts come last: an engine's groups go with it, and those of a dense model have none for experts.
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "gemma2", "cohere", "cohere2", "nemotron", "granite", "smollm3", "mixtral"])
 def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family, make_model, load_policy, tmp_path, monkeypatch):
-    from aligner.losses.sft import sft_loss
-    from aligner.rollout.config import EngineKind, VerifyRefit
-    from aligner.rollout.create import create_engine
-    from aligner.types import LabeledBatch, Prompt
-
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")  # vLLM's requests have then our names
     policy = own_policy_of(load_policy, tmp_path, family) if family in CONFIGS else policy_of(make_model, family)
-    settings = SamplingConfig(temperature=0.7, max_response_length=8)
-    eager = VLLMConfig(enforce_eager=True)
-    config = RolloutConfig(engine=EngineKind.vllm, sampling=settings, max_batch_size=3, vllm=eager, verify_refit=VerifyRefit.checksum)
-    engine = create_engine(policy, config, eos_id=EOS)
-    prompts = [Prompt(id=i, tokens=tuple(range(3, 6 + i)), source=f"prompt {i}") for i in range(5)]
-    found = []
-    for step in range(2):
-        engine.refit(policy.version)
-        rollouts = [rollout for part in engine.generate(prompts, [11, 12, 13, 14, 15]) for rollout in part]
-        assert sorted(rollout.seed for rollout in rollouts) == [11, 12, 13, 14, 15]
-        rows = rollout_batch(rollouts, 0)
-        batch = LabeledBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask)
-        torch.testing.assert_close(rows.rollout_logprobs, policy.logprobs(batch) * rows.loss_mask, rtol=0, atol=1e-4)
-        found.append({rollout.seed: rollout.logprobs for rollout in rollouts})
-        if step == 0:
-            policy.train_step(batch, sft_loss)
-            early = engine.generate(prompts, [11, 12, 13, 14, 15])
-            next(early)
-            early.close()
-    assert found[0] != found[1]
+    engine = real_engine(policy, verify_refit=VerifyRefit.checksum)
+    batch, before = resampled(engine, policy)
+    policy.train_step(batch, sft_loss)
+    early = engine.generate(PROMPTS, SEEDS)
+    next(early)
+    early.close()
+    assert not torch.equal(before, resampled(engine, policy)[1])
     engine.shutdown()
     assert torch.distributed.is_initialized()
 
@@ -867,44 +846,25 @@ LORAS = {
     ],
 )
 def test_adapters_alone_reach_vllm_and_its_log_probs_are_the_policys(family, lora, quantization, make_model, load_policy, tmp_path, capsys):
-    from aligner.losses.sft import sft_loss
-    from aligner.models.modules.lora import named_adapters
-    from aligner.rollout.builtin.refit import negated
-    from aligner.rollout.create import create_engine
-    from aligner.types import LabeledBatch
-
     if quantization == "nf4":
         pytest.importorskip("bitsandbytes")
     config = {"lora": LORAS[lora], "quantization": Quantization(quantization)}
     in_files = family in CONFIGS or quantization != "none"
     policy = own_policy_of(load_policy, tmp_path, family, **config) if in_files else policy_of(make_model, family, **config)
-    settings = SamplingConfig(temperature=0.7, max_response_length=8)
-    eager = VLLMConfig(enforce_eager=True)
-    config = RolloutConfig(engine=EngineKind.vllm, sampling=settings, max_batch_size=3, vllm=eager, verify_refit=VerifyRefit.checksum)
-    engine = create_engine(policy, config, eos_id=EOS)
+    engine = real_engine(policy, verify_refit=VerifyRefit.checksum)
     whole = sum(tensor.nbytes for _, tensor in policy.export_weights())
     pairs = [adapter for chunk in policy.chunks for _, adapter in named_adapters(chunk)]
     own = sum(parameter.nbytes for adapter in pairs for parameter in adapter.parameters())
-    prompts = [Prompt(id=i, tokens=tuple(range(3, 6 + i)), source=f"prompt {i}") for i in range(5)]
-
-    def sampled() -> tuple[LabeledBatch, list[tuple[int, ...]]]:
-        engine.refit(policy.version)
-        rollouts = [rollout for part in engine.generate(prompts, [11, 12, 13, 14, 15]) for rollout in part]
-        rows = rollout_batch(sorted(rollouts, key=lambda one: one.seed), 0)
-        batch = LabeledBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask)
-        torch.testing.assert_close(rows.rollout_logprobs, policy.logprobs(batch) * rows.loss_mask, rtol=0, atol=1e-4)
-        return batch, rows.rollout_logprobs
-
     assert engine.refitted_bytes == whole + own  # the first time
-    batch, before = sampled()
+    batch, before = resampled(engine, policy)
     assert engine.refitted_bytes == own < whole
     policy.train_step(batch, sft_loss)
-    _, after = sampled()
+    _, after = resampled(engine, policy)
     assert engine.refitted_bytes == own and not torch.equal(before, after)
     with negated(policy.chunks):
-        _, other = sampled()
+        _, other = resampled(engine, policy)
     assert engine.refitted_bytes == whole + own and not torch.equal(other, after)  # what is frozen was changed
-    _, again = sampled()
+    _, again = resampled(engine, policy)
     torch.testing.assert_close(again, after, rtol=0, atol=1e-5)
     assert "merged" not in capsys.readouterr().out
     engine.shutdown()
@@ -931,9 +891,5 @@ def test_the_extra_resolves_with_numpy_2():
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_an_output_layer_that_vllms_model_has_not_is_an_error_and_not_left_out(make_model):
-    from aligner.rollout.config import EngineKind
-    from aligner.rollout.create import create_engine
-
-    config = RolloutConfig(engine=EngineKind.vllm, max_batch_size=3, vllm=VLLMConfig(enforce_eager=True))
     with pytest.raises(EngineError, match=r"CohereForCausalLM of vLLM has no place for lm_head\.weight"):
-        create_engine(policy_of(make_model, "cohere_untied"), config, eos_id=EOS)
+        real_engine(policy_of(make_model, "cohere_untied"))

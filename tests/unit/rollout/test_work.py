@@ -125,15 +125,6 @@ def test_a_slow_replica_takes_less() -> None:
     assert sorted(fast.done + slow.done) == list(range(64))
 
 
-def test_long_and_short_responses_balance() -> None:
-    """The first half of the prompts gets responses of 40 tokens, the second of 4: contiguous shares would take 16 * 40 / 4 = 160 steps."""
-    wanted, lengths = requests(*[(3, 2)] * 16), [40] * 16 + [4] * 16
-    replicas = [FakeReplica(work, 4, lengths) for work in shared(wanted, 2)]
-    # The optimum is 88: (16 * 40 + 16 * 4) tokens over 2 * 4 seats. A replica with room for two groups gets them in two steps.
-    assert run(replicas, [1, 1]) == 89
-    assert [replica.tokens for replica in replicas] == [352, 352]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_every_request_is_done_once_by_whoever_has_room(seed: int) -> None:
     chance = random.Random(seed)
@@ -163,19 +154,6 @@ def test_two_that_take_at_the_same_time_get_different_parts() -> None:
     assert work.take(3) == [] and work.take(1) == []
     with pytest.raises(ValueError, match="room=0"):
         work.take(0)
-
-
-def test_one_generation_after_the_other_and_nothing_is_left_in_the_store() -> None:
-    store = HashStore()
-    first, second = (WorkSharing(Replica(index=index, count=2), None, store=store) for index in range(2))
-    wanted = requests(*[(2, 1)] * 8)
-    for _ in range(2):
-        with first.open(wanted) as one, second.open(wanted) as other:
-            replicas = [FakeReplica(work, 2, [3] * 8) for work in (one, other)]
-            run(replicas, [1, 1])
-            assert store.num_keys() == 1
-        assert sorted(replicas[0].done + replicas[1].done) == list(range(8))
-        assert store.num_keys() == 0
 
 
 def test_where_one_replica_fails_the_others_begin_nothing_more() -> None:

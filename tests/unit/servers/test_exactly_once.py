@@ -198,6 +198,22 @@ def resumed(link: FakeLink, folder: Path, mark: str) -> CriticHistory:
     return critic
 
 
+def test_an_actor_and_a_critic_that_both_come_back(tmp_path: Path) -> None:
+    """The journal's later entries belong to a past that is over; the steps come again, with the same numbers."""
+    disk = Disk()
+    link = FakeLink(lambda: FakeServer(disk))
+    first = history(link, tmp_path)
+    train(first, 1)
+    first.save_now(1)
+    disk.policies.add(1)
+    mark = first.mark
+    train(first, 2)
+    link.server = FakeServer(disk)
+    second = resumed(link, tmp_path, mark)
+    assert Journal(tmp_path).entries == Journal(tmp_path).between(START, mark)
+    assert [train(second, step) for step in (2, 3)] == EXPECTED[2:4]
+
+
 def test_an_older_actor_meets_a_critic_that_has_gone_on(tmp_path: Path) -> None:
     link = FakeLink(lambda: FakeServer(Disk()))
     critic = history(link, tmp_path)

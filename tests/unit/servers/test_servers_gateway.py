@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -25,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_triton import ENDPOINTS, LIMITS, FakeTriton, served
 
 from aligner.errors import ConfigError
-from aligner.servers import gateway, intake, wire
+from aligner.servers import gateway, intake
 from aligner.servers.access import Access
-from aligner.servers.config import RequestLimits, ServerConfig
+from aligner.servers.config import ServerConfig
 from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health
-from aligner.servers.kserve import HEADER_LENGTH, AnswerError, body_limit, decode_response, encode_request
+from aligner.servers.kserve import HEADER_LENGTH, AnswerError, decode_response, encode_request
 
 ACCESS = Access("5e" * 32)
 INFER = "/v2/models/critic_infer/infer"
@@ -255,6 +256,42 @@ def test_strangers_have_little_time(serving: Serving, monkeypatch: pytest.Monkey
         known.close()
 
 
+def test_those_who_hold_most_are_shown_out_first() -> None:
+    """Here every address is a number; the others' connections stay, though they are older."""
+    places = gateway.Seats(10, None)
+    cleared = []
+
+    class Seat(gateway._Seat):
+        __slots__ = ()
+
+        def clear(self) -> None:
+            cleared.append(self.connection)
+
+    for number, address in enumerate(["node1", "flood", "flood", "node2", "flood"]):
+        places._strangers[number] = Seat(address, number)
+    for _ in range(3):
+        places._show_out()
+    assert cleared == [1, 2, 0]  # then all have one: the oldest
+    assert places.trust(3) and not cleared.count(3)
+    assert not places.trust(1) and places._trusted == {3}  # it has been shown out: nobody would tell when it ends
+
+
+def test_a_stranger_that_is_shown_out_before_it_is_looked_after_is_closed() -> None:
+    async def shown_out(ours: socket.socket) -> None:
+        places = gateway.Seats(1, None)
+        places._enter(object, ours, "flood")
+        places._show_out()
+        await asyncio.sleep(0.0)  # its task ends, which has not begun
+        await asyncio.sleep(0.0)
+
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.sendall(b"G")
+    asyncio.run(shown_out(ours))
+    assert ours.fileno() == -1
+    theirs.close()
+
+
 def test_whoever_has_a_wrong_secret_is_hung_up_on(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "STRANGER_SECONDS", 60.0)
     with serving() as server:
@@ -361,9 +398,3 @@ def test_health_is_the_status_of_the_answer(serving: Serving) -> None:
         assert [server.ask("GET", path)[0] for path in ("/v2/health/ready", "/v2/models/critic_infer/ready")] == [503, 503]
         status, _, body = server.infer()
         assert (status, json.loads(body)["error"]) == (503, "process 5 of Triton died")
-
-
-def test_the_largest_request_follows_from_the_limits() -> None:
-    limits = RequestLimits(vocab_size=9, max_sequence_length=4096, max_rows=65536)
-    rows, positions = 65536, 4096
-    assert body_limit(wire.CRITIC_INFER, limits) == 65536 + rows * positions * 8 + rows * 8 + rows * 16 * 4 * 8 + (4 + 2**20)

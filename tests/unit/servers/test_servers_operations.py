@@ -60,13 +60,10 @@ def test_a_signal_that_comes_while_ranks_report_is_not_lost(signalled: bool, oth
 
 
 class RecordingCritic:
-    """Values are the token ids; remembers the rows of every optimizer step."""
+    """Remembers the rows of every optimizer step."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
-
-    def values(self, batch: TokenBatch) -> torch.Tensor:
-        return batch.tokens.to(torch.float32)
 
     def train_step(self, batch: ValueBatch, loss: object) -> dict[str, Metric]:
         rows = batch.tokens[:, 0].tolist()
@@ -74,36 +71,17 @@ class RecordingCritic:
         return {"value/loss": Mean(total=float(sum(rows)), count=len(rows)), "optim/steps": Sum(total=1)}
 
 
-def value_batch(rows: int) -> ValueBatch:
-    tokens = torch.arange(rows)[:, None].repeat(1, 2)
-    zeros = torch.zeros(rows, 2)
-    mask = torch.tensor([[False, True]]).repeat(rows, 1)
-    return ValueBatch(tokens=tokens, lengths=torch.full((rows,), 2), loss_mask=mask, old_values=zeros, returns=zeros)
-
-
-def train_request(batch: ValueBatch, step: int = 1) -> wire.TrainRequest:
-    digest = digest_of(wire.encode_value_batch(batch))
-    return wire.TrainRequest(batch=batch, identity=TrainIdentity(run="r1", step=step, part=0, digest=digest, previous="start"))
-
-
-def critic_service(model: RecordingCritic, mini_batch_size: int, num_epochs: int) -> CriticService:
-    def save(request: wire.SaveRequest) -> str:
-        return f"step {request.step}"
-
-    return CriticService(
-        model, lambda outputs, batch: None, Ledger("r1"), mini_batch_size=mini_batch_size, num_epochs=num_epochs, save=save
-    )
-
-
 def test_training_takes_mini_batches_in_order_each_epoch() -> None:
-    model = RecordingCritic()
-    service = critic_service(model, 2, 2)
-    reply = service.train(train_request(value_batch(5)))
+    model, zeros = RecordingCritic(), torch.zeros(5, 2)
+    tokens, mask = torch.arange(5)[:, None].repeat(1, 2), torch.tensor([[False, True]]).repeat(5, 1)
+    batch = ValueBatch(tokens=tokens, lengths=torch.full((5,), 2), loss_mask=mask, old_values=zeros, returns=zeros)
+    identity = TrainIdentity(run="r1", step=1, part=0, digest=digest_of(wire.encode_value_batch(batch)), previous="start")
+    service = CriticService(model, lambda outputs, batch: None, Ledger("r1"), mini_batch_size=2, num_epochs=2, save=str)
+    reply = service.train(wire.TrainRequest(batch=batch, identity=identity))
     assert model.steps == [[0, 1], [2, 3], [4]] * 2
     # The mean over rows, not over mini-batches: twice (0 + 1 + 2 + 3 + 4) / 10 rows = 2; a mean of means would be (0.5 + 2.5 + 4) / 3.
     assert reply.loss_mean == 2.0
     assert reply.metrics == {"value/loss": 2.0, "optim/steps": 6.0}
-    assert service.save(wire.SaveRequest(step=3)) == "step 3"
 
 
 class LengthScores:
@@ -143,13 +121,8 @@ def test_a_reward_function_gets_prompts_responses_and_answers() -> None:
         FunctionRewardService(lambda prompts, responses, answers: [1.0]).score(wire.RewardRequest(texts=TEXTS))
 
 
-def intake() -> Intake:
-    operation = Operation(endpoint=wire.CRITIC_SAVE, handler=lambda request: "path")
-    return Intake({"critic_save": operation}, LIMITS)
-
-
 def test_closing_answers_what_waits_runs_and_comes_later() -> None:
-    queue = intake()
+    queue = Intake({"critic_save": Operation(endpoint=wire.CRITIC_SAVE, handler=lambda request: "path")}, LIMITS)
     arrays = {"step": np.array([1])}
     running, waiting = queue.submit(wire.CRITIC_SAVE, arrays), queue.submit(wire.CRITIC_SAVE, arrays)
     ticket = queue.take(1)

@@ -86,20 +86,6 @@ def test_a_server_without_a_turn_stays() -> None:
     assert model.moves == []
 
 
-def test_a_server_waits_for_its_turn(tmp_path: Path) -> None:
-    model, other = Model(), Turn(tmp_path / "turn", "actor")
-    residence = Residence([model], Turn(tmp_path / "turn", "critic"))
-    residence.move(False)
-    assert other.try_take() and not residence.try_take(0.05)
-    other.release()
-    assert residence.try_take(0.0) and not other.try_take()
-    residence.move(True)
-    residence.move(True)
-    residence.move(False)
-    residence.release()
-    assert model.moves == ["leaves", "comes", "leaves"] and other.try_take()
-
-
 def shared_device(path: Path) -> tuple[SharedDevice, Model, Progress]:
     model, progress = Model(), Progress()
     device = SharedDevice(Turn(path, "actor"), progress, timeout_seconds=0.05)
