@@ -10,7 +10,7 @@ import torch
 
 from aligner.models.config import PositionEmbedding
 from aligner.online.collect import ScoredRollouts
-from aligner.types import EpisodeRows, Prompt, Rollout
+from aligner.types import EpisodeRows, Prompt, Rollout, SamplingConfig
 
 
 def prompts(*lengths: int, seed: int = 2) -> list[Prompt]:
@@ -25,6 +25,24 @@ def mixed_prompts() -> list[Prompt]:
     rows = [prompt.tokens for prompt in prompts(3, 22, 1, 9, 22, 6, seed=12)]
     rows[4], rows[5] = rows[1], rows[1][:17] + rows[5]
     return [Prompt(id=number, tokens=row, source=f"prompt {number}") for number, row in enumerate(rows)]
+
+
+def engine_of(policy: Any, *, eos_id: int = 2, sampling: dict[str, Any] | None = None, **config: Any):
+    """An engine whose responses have up to 24 tokens."""
+    from aligner.rollout.config import RolloutConfig
+    from aligner.rollout.create import create_engine
+
+    settings = SamplingConfig(**{"max_response_length": 24} | (sampling or {}))
+    return create_engine(policy, RolloutConfig(sampling=settings, **config), eos_id=eos_id)
+
+
+def sampled(
+    engine: Any, given: Sequence[Prompt], seeds: Sequence[int] | None = None, sampling: SamplingConfig | None = None
+) -> list[Rollout]:
+    """In the order of the seeds, which are 0, 1, ... unless given."""
+    found = [one for part in engine.generate(given, seeds or range(len(given)), sampling) for one in part]
+    assert len(found) == len(given)
+    return sorted(found, key=lambda one: one.seed)
 
 
 def decoder_of(policy: Any, **options: Any):

@@ -1,8 +1,9 @@
-"""A decoder that finds its logits in what is really in the cache: a wrong page, a stale one or a wrong position gives other tokens."""
+"""A decoder that finds its logits in what is really in the cache: a wrong page, a stale one or a wrong position gives other tokens. What
+runs it, and what each response has to be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from aligner.parallel.logprobs import row_sums
+from aligner.protocols import Replica
 from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk
 from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.builtin.sampling import Draw, Sampler
-from aligner.types import SamplingConfig
+from aligner.rollout.engine import Capabilities, GenResult, Work
+from aligner.types import LogprobKind, SamplingConfig
 
 _PRIME = 1_000_003
 VOCAB, PAGE, CONTEXT, EOS = 13, 4, 64, 2
@@ -103,3 +106,24 @@ def draws_alone(
         logits = decoder.logits_of([*tokens, *(int(draw.tokens) for draw in draws)])
         draws.append(sampler.draw(logits[None], torch.tensor([0])))
     return draws
+
+
+class RunEngine:
+    """`aligner.rollout.engine.Engine` around `run(work, sampling, version)`, which answers a `Work`."""
+
+    replica = Replica()
+    capabilities = Capabilities(name="fake", logprobs=LogprobKind.sampled, serves=True)
+
+    def __init__(self, run: Callable[..., Iterator[list[GenResult]]], context: int) -> None:
+        self._run = run
+        self.max_sequence_length = context
+        self.version = 0
+
+    def refit(self, version: int) -> int:
+        self.version = version
+        return 0
+
+    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        return self._run(work, sampling, self.version)
+
+    def shutdown(self) -> None: ...

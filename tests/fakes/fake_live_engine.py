@@ -6,9 +6,11 @@ import http.client
 import json
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,17 @@ def ask(
         return answer.status, dict(answer.headers), answer.read()
     finally:
         connection.close()
+
+
+def post(url: str, key: str, body: Any, timeout: float = 30.0) -> tuple[int, Any]:
+    """(status, JSON of the answer)."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error, suppress(ValueError):
+            return error.code, json.load(error)
 
 
 def chat(text: str = "Hello", **more: Any) -> dict[str, Any]:

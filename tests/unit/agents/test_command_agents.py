@@ -1,4 +1,4 @@
-"""Programs as agents: what they are given, what they say, and that nothing of them is left."""
+"""Programs as agents: what they are given, what they say, and that nothing of them is left; what cannot be combined with agents."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from training_jobs import eventually
 from aligner.agents import AgentOutcome, SessionAccess
 from aligner.agents.command import CommandAgents, passed_on
 from aligner.agents.create import create_agents
+from aligner.algorithms.grpo import TrainGRPO
+from aligner.algorithms.online_distill import TrainOnlineDistillation
+from aligner.algorithms.online_dpo import TrainOnlineDPO
+from aligner.algorithms.ppo import TrainPPO
+from aligner.algorithms.rejection_sampling import TrainRejectionSampling
 from aligner.environments.config import EnvironmentConfig, EnvironmentKind, SessionsConfig
 from aligner.errors import ConfigError
+from aligner.models.config import ModelConfig
+from aligner.rollout.config import RolloutConfig
 from aligner.types import Prompt, SamplingConfig
 
 TASK = Prompt(
@@ -169,3 +176,24 @@ def test_settings() -> None:
         SessionsConfig(timeout_seconds=float("inf"))
     with pytest.raises(ConfigError, match="environment.sessions.max_calls=0: must be at least 1"):
         SessionsConfig(max_calls=0)
+
+
+PLAYED = {"environment": EnvironmentConfig(kind=EnvironmentKind.command, command=["agent"])}
+
+
+@pytest.mark.parametrize("recipe", [TrainGRPO, TrainPPO, TrainRejectionSampling])
+def test_who_learns_from_sessions(recipe: type) -> None:
+    assert recipe(model=ModelConfig(images=True), **PLAYED).environment.asks_endpoint
+
+
+@pytest.mark.parametrize("recipe", [TrainOnlineDPO, TrainOnlineDistillation])
+def test_who_does_not(recipe: type) -> None:
+    said = "environment.kind=command: a session may be several rows, .* allowed: with grpo, ppo, rejection_sampling"
+    with pytest.raises(ConfigError, match=said):
+        recipe(**PLAYED)
+
+
+def test_an_engine_that_answers_nobody() -> None:
+    said = "rollout.engine=tensorrt_llm: answers no requests from outside, as environment.kind=command .* allowed: megatron, vllm, auto"
+    with pytest.raises(ConfigError, match=said):
+        TrainGRPO(rollout=RolloutConfig(engine="tensorrt_llm"), **PLAYED)

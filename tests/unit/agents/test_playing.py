@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from fake_decoder import CONTEXT, generation_of
-from fake_endpoint import FakeEndpoint, RunEngine, post
+from fake_decoder import CONTEXT, RunEngine, generation_of
+from fake_live_engine import post, tokenizer_of
 
 from aligner.agents import AgentOutcome, SessionAccess
 from aligner.agents.play import Playing, SessionEngine
+from aligner.data.tokenizer import Tokenizer
+from aligner.endpoint.app import Endpoint
+from aligner.endpoint.requests import Model
+from aligner.endpoint.sessions import KeptSessions
 from aligner.environments.config import OnSessionFailure, SessionsConfig
 from aligner.environments.environment import Observation, Turn
 from aligner.environments.exchange import Converting, EnvironmentFollowUp, EnvironmentReward
@@ -24,6 +31,9 @@ from aligner.protocols import Replica
 from aligner.rollout.engine.episodes import Conversing
 from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.rollout.engine.work import WorkSharing
+from aligner.rollout.live import LiveEngine
+from aligner.servers.access import Access
+from aligner.servers.config import ServerConfig
 from aligner.types import Prompt, Rollout, SamplingConfig
 
 pytestmark = [pytest.mark.usefixtures("topology"), pytest.mark.cpu]
@@ -71,15 +81,16 @@ class Agent:
         tokens, total, heard = list(prompt.tokens), 0.0, 0.0
         for number in range(1, 4):
             room = min(30, CONTEXT - len(prompt.tokens)) - (len(tokens) - len(prompt.tokens))
-            asked = {"token_ids": tokens, "max_tokens": room, "temperature": 0.3}
+            asked = {"token_ids": tokens, "sampling_params": {"max_tokens": room, "temperature": 0.3}}
             status, answer = post(f"{access.root_url}/inference/v1/generate", access.key, asked)
             assert status == 200, answer
-            own = answer["token_ids"]
+            (choice,) = answer["choices"]
+            own = choice["token_ids"]
             told = Quiz().step(None, Turn(text="", tokens=tuple(own), number=number))
             if self.posts:
                 post(f"{access.root_url}/sessions/{access.session}/reward", access.key, {"reward": told.reward, "turn": number})
             total, heard = total + told.reward, heard + told.counts["heard"]
-            if told.done or answer["finish_reason"] == "length" or room - len(own) <= len(told.tokens):
+            if told.done or choice["finish_reason"] == "length" or room - len(own) <= len(told.tokens):
                 break
             tokens = self.spoil(prompt.id, [*tokens, *own, *told.tokens])
         return AgentOutcome(reward=None if self.posts else total, counts={"heard": heard})
@@ -100,7 +111,18 @@ def sessions_of(agent, *, replica: Replica | None = None, needs_reward: bool = T
         needs_reward=needs_reward,
         title="environment.command=['agent']",
     )
-    return SessionEngine(phased(replica=replica), playing, lambda: agent, FakeEndpoint)
+    return SessionEngine(phased(replica=replica), playing, lambda: agent, opened)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """It has more tokens than the decoder."""
+    with TemporaryDirectory() as folder:
+        return tokenizer_of(Path(folder))
+
+
+def opened(live: LiveEngine, sessions: KeptSessions) -> Endpoint:
+    return Endpoint(Model(name="policy", tokenizer=tokenizer(), live=live), Access("0" * 64), ServerConfig(), sessions=sessions)
 
 
 def played(engine: SessionEngine, sampling: SamplingConfig | None = None) -> list[Rollout]:

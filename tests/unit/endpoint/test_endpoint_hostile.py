@@ -19,6 +19,7 @@ from fake_live_engine import KEY, ScriptedEngine, ask, chat, scripted, tokenizer
 from aligner.data.tokenizer import Tokenizer
 from aligner.endpoint import app
 from aligner.endpoint.app import INTERFACES, Endpoint
+from aligner.errors import ConfigError
 from aligner.servers import gateway
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
@@ -316,3 +317,10 @@ def test_an_ending_endpoint_answers_those_who_wait(tokenizer: Tokenizer) -> None
             engine.may_answer.set()
             assert waiting.result()[0] == 200
             ending.join()
+
+
+def test_open_files_are_counted(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.resource, "getrlimit", lambda kind: (256, 1024))
+    with pytest.raises(ConfigError, match=r"server.max_connections=1024: this process may open 1024 files"):
+        with scripted(tokenizer, lambda _: "fine"):
+            pass

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_endpoint import post
-from fake_live_engine import KEY, scripted, tokenizer_of
+from fake_live_engine import KEY, post, scripted, tokenizer_of
 from fake_parts import FakeCritic, FakePolicy
 from rollout_parts import Episode, scored
 

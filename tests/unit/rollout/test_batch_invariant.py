@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from rollout_parts import mixed_prompts
+from rollout_parts import engine_of, mixed_prompts, sampled
 
+from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.models.config import Activation, Layers, ModelConfig, Normalization, PositionEmbedding, Recompute
-from aligner.types import FinishReason, LossOutput, Rollout, SamplingConfig
+from aligner.types import FinishReason, LossOutput, Rollout
 
 pytestmark = pytest.mark.usefixtures("topology")
 
@@ -65,31 +64,16 @@ def make_policy(make_model):
     return make
 
 
-def engine_of(policy, **config):
-    from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.create import create_engine
-
-    sampling = SamplingConfig(temperature=0.7, max_response_length=16, stop_token_ids=[5, 6, 7, 8])
-    return create_engine(policy, RolloutConfig(sampling=sampling, **({"max_batch_size": 6} | config)), eos_id=2)
-
-
 def generate(policy, **config) -> list[Rollout]:
-    """In the order of the prompts."""
-    rollouts = [rollout for part in engine_of(policy, **config).generate(mixed_prompts(), list(range(6))) for rollout in part]
-    return sorted(rollouts, key=lambda rollout: rollout.seed)
-
-
-def batch_of(rollouts: Sequence[Rollout]):
-    from aligner.data.collate import rollout_batch
-
-    return rollout_batch(list(rollouts), 0)
+    sampling = {"temperature": 0.7, "max_response_length": 16, "stop_token_ids": [5, 6, 7, 8]}
+    return sampled(engine_of(policy, sampling=sampling, **({"max_batch_size": 6} | config)), mixed_prompts())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rollouts_and_training_agree_to_the_bit(name, make_policy):
     architecture = ARCHITECTURES[name]
     rollouts = generate(make_policy(architecture))
-    batch = batch_of(rollouts)
+    batch = rollout_batch(rollouts, 0)
     expected = batch.rollout_logprobs[batch.loss_mask]
     assert expected.shape[0] > 40
     for layout in LAYOUTS if name == "llama" else LAYOUTS[2::3]:
@@ -106,7 +90,7 @@ def test_a_sample_is_the_same_however_the_engine_computes_it(make_policy):
 
 def test_in_bfloat16(make_policy):
     rollouts = generate(policy := make_policy({}, dtype="bfloat16"))
-    batch = batch_of(rollouts)
+    batch = rollout_batch(rollouts, 0)
     assert torch.equal(policy.logprobs(batch)[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
 
 
@@ -117,7 +101,7 @@ def test_the_first_update_has_a_ratio_of_one_and_the_ordinary_gradient(make_poli
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
     layout = {"optimizer": optimizer, "recompute": recompute} | (PACKED if recompute == Recompute.none else {"micro_batch_size": 2})
     policy, ordinary = make_policy(ARCHITECTURES["llama"], **layout), make_policy(ARCHITECTURES["llama"], batch_invariant=False, **layout)
-    batch = batch_of(generate(policy))
+    batch = rollout_batch(generate(policy), 0)
     seen: list[torch.Tensor] = []
 
     def loss(outputs, part) -> LossOutput:
@@ -132,7 +116,7 @@ def test_the_first_update_has_a_ratio_of_one_and_the_ordinary_gradient(make_poli
     assert norm == pytest.approx(ordinary.train_step(batch, loss)["optim/grad_norm"].value(), rel=1e-3)
     for (name, ours), (_, theirs) in zip(policy.module.named_parameters(), ordinary.module.named_parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5, msg=name)
-    after = batch_of(generate(policy))  # of the new weights
+    after = rollout_batch(generate(policy), 0)  # of the new weights
     assert torch.equal(policy.logprobs(after)[after.loss_mask], after.rollout_logprobs[after.loss_mask])
     assert not torch.equal(policy.logprobs(batch), batch.rollout_logprobs)
 

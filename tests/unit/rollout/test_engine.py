@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from rollout_parts import prompts
+from rollout_parts import engine_of, prompts, sampled
 
 from aligner.data.collate import rollout_batch
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch, Rollout, SamplingConfig
+from aligner.types import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
 
@@ -32,43 +30,15 @@ NEW += ["gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 
 
 PROMPTS = prompts(3, 12, 7, 1, 7, 20)
-SEEDS = [11, 12, 13, 14, 15, 16]
 
 
-def engine_of(policy, *, max_batch_size: int = 64, eos_id: int = EOS, config: dict | None = None, **sampling):
-    from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.create import create_engine
-
-    settings = SamplingConfig(**({"max_response_length": 24} | sampling))
-    return create_engine(policy, RolloutConfig(sampling=settings, max_batch_size=max_batch_size, **(config or {})), eos_id=eos_id)
-
-
-def generate(engine, prompts=PROMPTS, seeds=SEEDS, sampling=None) -> dict[tuple[int, int], Rollout]:
-    """The rollouts by (prompt id, seed)."""
-    rollouts = [rollout for part in engine.generate(prompts, seeds, sampling) for rollout in part]
-    assert len(rollouts) == len(prompts)
-    return {(rollout.prompt.id, rollout.seed): rollout for rollout in rollouts}
-
-
-def as_batch(rollouts: Sequence[Rollout]) -> tuple[LabeledBatch, torch.Tensor]:
-    """Right-padded rows and the engine's log-probs beside their tokens."""
-    batch = rollout_batch(list(rollouts), 0)
-    return LabeledBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask), batch.rollout_logprobs
-
-
-def samples(rollouts: dict) -> dict:
-    return {key: (rollout.response, rollout.finish_reason) for key, rollout in rollouts.items()}
-
-
-@pytest.mark.parametrize("name", [*OLD, *NEW])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_recomputed_ones(name, temperature, hf_directory, load_policy):
+@pytest.mark.parametrize(("name", "temperature"), [*((name, 1.0) for name in OLD), *((name, 0.7) for name in NEW)])
+def test_logprobs_equal_recomputed_ones(name, temperature, hf_directory, load_policy, logprob_gap):
     policy = load_policy(hf_directory(name), training={"temperature": temperature, "micro_batch_size": 2})
-    engine = engine_of(policy, temperature=temperature, max_response_length=40, stop_token_ids=list(range(5, 12)))
-    rollouts = list(generate(engine).values())
+    sampling = {"temperature": temperature, "max_response_length": 40, "stop_token_ids": list(range(5, 12))}
+    rollouts = sampled(engine_of(policy, sampling=sampling), PROMPTS, range(11, 17))
     assert len({len(rollout.response) for rollout in rollouts}) > 2  # rows left the cache at different times
-    batch, logprobs = as_batch(rollouts)
-    assert (policy.logprobs(batch) - logprobs).abs().max() < 1e-4
+    assert logprob_gap(policy, rollouts).max() < 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied_llama3_rope", "qwen2_tied", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2"])
@@ -78,8 +48,8 @@ def test_logprobs_of_chunked_and_evicted_responses_are_the_policys(family, hf_di
     policy = load_policy(hf_directory(family), config={"seq_length": 64}, training={"micro_batch_size": 4})
     policy.temperature = temperature
     sampling = {"temperature": temperature, "max_response_length": 18, "min_response_length": 14, "top_k": 50, "stop_token_ids": [7]}
-    engine = engine_of(policy, max_batch_size=4, config={"prefill_chunk_tokens": 6, "kv_cache_tokens": 96}, **sampling)
-    rollouts = list(generate(engine, mixed_prompts, range(6)).values())
+    engine = engine_of(policy, max_batch_size=4, prefill_chunk_tokens=6, kv_cache_tokens=96, sampling=sampling)
+    rollouts = sampled(engine, mixed_prompts)
     counters = engine.engine.generation.counters
     assert counters.preemptions > 0 and counters.shared_tokens > 0 and counters.prefill_passes > 6
     assert float(logprob_gap(policy, rollouts).max()) < 1e-4
@@ -94,40 +64,36 @@ def test_greedy_tokens_equal_those_of_transformers(name, eos, hf_directory, load
     theirs = AutoModelForCausalLM.from_pretrained(hf_directory(name), dtype=torch.float32)
     options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": 0}
     engine = engine_of(load_policy(hf_directory(name)), eos_id=eos)
-    for rollout in generate(engine, sampling=SamplingConfig(temperature=0.0, max_response_length=40)).values():
+    for rollout in sampled(engine, PROMPTS, sampling=SamplingConfig(temperature=0.0, max_response_length=40)):
         prompt = torch.tensor([rollout.prompt.tokens])
         assert list(rollout.tokens) == theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()
 
 
-def test_updated_weights_are_sampled_from_without_a_copy(make_model):
+def test_updated_weights_are_sampled_from_without_a_copy(make_model, logprob_gap):
     policy = make_model("policy", optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0), training={"micro_batch_size": 3})
     engine = engine_of(policy)
-    before = generate(engine)
+    before = sampled(engine, PROMPTS)
     addresses = [p.data_ptr() for p in policy.module.parameters()]
-    batch, _ = as_batch(list(before.values()))
-    policy.train_step(batch, sft_loss)
+    policy.train_step(rollout_batch(before, 0), sft_loss)
     engine.refit(policy.version)
-    after = generate(engine)
+    after = sampled(engine, PROMPTS)
     assert [p.data_ptr() for p in policy.module.parameters()] == addresses
     layer, weights = policy.module.decoder.layers[1], engine.engine.decoder.weights.layers[1]
     assert weights.qkv.weight is layer.self_attention.linear_qkv.weight
     assert weights.experts[0].down.weight is layer.mlp.linear_fc2.weight
-    assert samples(before) != samples(after)
-    assert {rollout.policy_version for rollout in before.values()} == {0}
-    assert {rollout.policy_version for rollout in after.values()} == {1}
-    batch, logprobs = as_batch(list(after.values()))
-    assert (policy.logprobs(batch) - logprobs).abs().max() < 1e-4
+    assert [one.response for one in before] != [one.response for one in after]
+    assert {rollout.policy_version for rollout in before} == {0} and {rollout.policy_version for rollout in after} == {1}
+    assert logprob_gap(policy, after).max() < 1e-4
 
 
-def test_16_bits_sample_with_the_policys_logprobs(make_model):
+def test_16_bits_sample_with_the_policys_logprobs(make_model, logprob_gap):
     """float16 has three more bits of mantissa than bfloat16: its gap is about an eighth (2510.26788)."""
     gaps = {}
     for dtype, mean, most in ((Dtype.bfloat16, 0.02, 0.3), (Dtype.float16, 0.0025, 0.04)):
         policy = make_model("policy", config={"dtype": dtype})
-        rollouts = list(generate(engine_of(policy)).values())
-        batch, logprobs = as_batch(rollouts)
-        gap = (policy.logprobs(batch) - logprobs).abs()
-        assert torch.isfinite(logprobs).all() and gap.mean() < mean and gap.max() < most
+        rollouts = sampled(engine_of(policy), PROMPTS, range(11, 17))
+        gap = logprob_gap(policy, rollouts)
+        assert gap.mean() < mean and gap.max() < most  # so neither is NaN
         assert all(0 <= token < VOCAB for rollout in rollouts for token in rollout.response)
         gaps[dtype] = gap.mean()
     assert gaps[Dtype.float16] < gaps[Dtype.bfloat16] / 4

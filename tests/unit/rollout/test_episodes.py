@@ -8,9 +8,9 @@ from itertools import zip_longest
 
 import pytest
 import torch
-from fake_decoder import CONTEXT, EOS, draws_alone, generation_of
-from fake_endpoint import RunEngine
+from fake_decoder import CONTEXT, EOS, RunEngine, draws_alone, generation_of
 from fake_environment import repeats
+from rollout_parts import sampled
 
 from aligner.data.collate import rollout_batch
 from aligner.environments.config import OnEnvironmentError
@@ -383,8 +383,7 @@ def test_the_trainers_logprobs_of_what_was_written_are_the_engines(config: dict,
     for seats, share in ((6, ShareWork.never), (2, ShareWork.always)):
         rollout = RolloutConfig(sampling=sampling, max_batch_size=seats, share_work=share)
         engine = create_engine(policy, rollout, eos_id=EOS, follow_up=repeats())
-        episodes = [one for part in engine.generate(prompts, range(6)) for one in part]
-        found.append(sorted(episodes, key=lambda one: one.seed))
+        found.append(sampled(engine, prompts))
     assert [one.response for one in found[0]] == [one.response for one in found[1]]
     assert max(one.num_turns for one in found[0]) == 3 and all(one.counts["heard"] >= 3 for one in found[0])
     batch = rollout_batch(found[0], pad_id=0)

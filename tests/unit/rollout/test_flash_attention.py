@@ -103,6 +103,9 @@ def test_a_package_with_another_signature_is_left_alone(monkeypatch, caplog):
     for module in (types.SimpleNamespace(), None):
         monkeypatch.setitem(sys.modules, "flash_attn", module)
         assert load(FLASH_2) is None
+    for module in (types.SimpleNamespace(varlen_attn=lambda query, key, value, is_causal=False: None), None):  # an older torch has no pages
+        monkeypatch.setitem(sys.modules, TORCH.module, module)
+        assert load(TORCH) is None
 
 
 def test_a_kernel_that_fails_or_attends_otherwise_is_left_alone(monkeypatch, caplog):
@@ -145,12 +148,6 @@ def test_the_fastest_that_works_is_taken(monkeypatch):
     assert flash_attention(OnGPU(), (2, 4, 12)) is None and flash_attention(OnGPU(), (2, 4, 512)) is None
     major = 8
     assert flash_attention(OnGPU(), (2, 4, 128)).name == "flash_attn"
-
-
-def test_an_older_torch_has_no_pages(monkeypatch):
-    for module in (types.SimpleNamespace(varlen_attn=lambda query, key, value, is_causal=False: None), None):
-        monkeypatch.setitem(sys.modules, TORCH.module, module)
-        assert load(TORCH) is None
 
 
 def test_not_on_cpu():

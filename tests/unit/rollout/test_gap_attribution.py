@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -224,17 +223,6 @@ def test_other_ways_of_computing(made, model) -> None:
     assert found.agrees
     if "batch_invariant" in model:
         assert {one.absolute for ones in found.paths.values() for one in ones} == {0.0} == {found.statistics["rollout/logprob_gap_max"]}
-
-
-def test_text_and_json(with_change) -> None:
-    from aligner.commands.gap import to_json, to_text
-
-    found = with_change("llama", changed(1, "input_norm", scaled(1.001)))
-    text, plain = to_text(found), json.loads(to_json(found))
-    assert "layer 1, input norm" in text and text.count("<-- first beyond rounding") == 2  # on both paths
-    assert plain["first"]["layer"] == 1 and plain["first"]["operation"] == "input_norm" and plain["first"]["path"] == "prefill"
-    assert plain["agrees"] is False and plain["statistics"]["rollout/logprob_gap"] > 1e-4
-    assert len(plain["paths"]["prefill"]) == 2 * 11 + 3
 
 
 def test_engines_whose_layers_cannot_be_seen(made) -> None:

@@ -60,17 +60,16 @@ def test_phases_in_order(monkeypatch):
     from aligner.parallel import platform
 
     foreign, policy = FakeForeign(), Policy()
-    engine = engine_of(foreign, policy, offload=True)
-    assert foreign.log == ["start", "sleep kv_cache weights"]
-    engine.refit(3)  # nothing is copied before it is needed
-    assert len(foreign.log) == 2
     with monkeypatch.context() as patch:  # the package takes memory from the device, which torch must not keep
         patch.setattr(platform, "release_cached", lambda: foreign.log.append("release"))
+        engine = engine_of(foreign, policy, offload=True)
+        engine.refit(3)  # nothing is copied before it is needed
+        assert "begin" not in foreign.log
         engine.wake()
-    phases = [one for one in foreign.log[2:] if one != "release"]
-    assert phases == ["wake weights", "begin", "load 1", "load 3", "finish 3", "wake kv_cache"]  # q with k: 96 bytes, then 112
-    assert [foreign.log[foreign.log.index(one) - 1] for one in ("wake weights", "wake kv_cache")] == ["release"] * 2
-    foreign.log[2:] = phases
+    assert [foreign.log[foreign.log.index(one) - 1] for one in ("start", "wake weights", "wake kv_cache")] == ["release"] * 3
+    foreign.log[:] = [one for one in foreign.log if one != "release"]
+    assert foreign.log[:2] == ["start", "sleep kv_cache weights"]
+    assert foreign.log[2:] == ["wake weights", "begin", "load 1", "load 3", "finish 3", "wake kv_cache"]  # q with k: 96 bytes, then 112
     assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in policy.weights)  # they take turns
     engine.wake()
     rollouts = generate(engine)
@@ -154,54 +153,40 @@ def test_a_generation_that_was_closed_makes_way():
     assert generate(engine)[0].policy_version == 1
 
 
-def drop(policy):
-    del policy.weights[2]
+FAULTS = {
+    "drop": "model.layers.0.self_attn.k_proj.weight of 4 tensors missing",
+    "add": "model.extra.weight is extra",
+    "double": "model.embed_tokens.weight came twice",
+    "reshape": r"model.norm.weight has the shape \[5\], the model's config requires \[4\]",
+    "retype": "model.norm.weight is bfloat16, the model is float32",
+    "spoil": "not finite: model.layers.0.self_attn.q_proj.weight, model.norm.weight of 4 tensors",
+}
 
 
-def add(policy):
-    policy.weights.insert(1, ("model.extra.weight", torch.zeros(2)))
+def damage(weights: list[tuple[str, torch.Tensor]], how: str) -> None:
+    if how == "drop":
+        del weights[2]
+    elif how == "spoil":
+        weights[1][1][2, 3], weights[3][1][0] = float("nan"), float("-inf")
+    elif how in ("add", "double"):
+        weights.insert(1, weights[0] if how == "double" else ("model.extra.weight", torch.zeros(2)))
+    else:
+        weights[3] = (NAMES[3], torch.zeros(5) if how == "reshape" else torch.zeros(4, dtype=torch.bfloat16))
 
 
-def double(policy):
-    policy.weights.insert(1, policy.weights[0])
-
-
-def reshape(policy):
-    policy.weights[3] = (NAMES[3], torch.zeros(5))
-
-
-def retype(policy):
-    policy.weights[3] = (NAMES[3], torch.zeros(4, dtype=torch.bfloat16))
-
-
-def spoil(policy):
-    policy.weights[1][1][2, 3] = float("nan")
-    policy.weights[3][1][0] = float("-inf")
-
-
-FAULTS = [
-    (drop, "model.layers.0.self_attn.k_proj.weight of 4 tensors missing"),
-    (add, "model.extra.weight is extra"),
-    (double, "model.embed_tokens.weight came twice"),
-    (reshape, r"model.norm.weight has the shape \[5\], the model's config requires \[4\]"),
-    (retype, "model.norm.weight is bfloat16, the model is float32"),
-    (spoil, "not finite: model.layers.0.self_attn.q_proj.weight, model.norm.weight of 4 tensors"),
-]
-
-
-@pytest.mark.parametrize(("damage", "message"), FAULTS)
+@pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_failed_refit_forbids_generating_until_another_succeeds(damage, message, offload):
+def test_a_failed_refit_forbids_generating_until_another_succeeds(how, offload):
     foreign, policy = FakeForeign(), Policy()
     engine = engine_of(foreign, policy, offload=offload)
     good = list(policy.weights)
     values = [tensor.clone() for _, tensor in good]
-    damage(policy)
-    with pytest.raises(EngineError, match=f"weights of version 1 failed: .*{message}"):
+    damage(policy.weights, how)
+    with pytest.raises(EngineError, match=f"weights of version 1 failed: .*{FAULTS[how]}"):
         engine.refit(1)
         engine.wake()
     assert foreign.log[-1] == "abort" and "finish 1" not in foreign.log
-    with pytest.raises(EngineError, match=f"does not generate: its last refit failed .*{message}.*; refit\\(\\) it again"):
+    with pytest.raises(EngineError, match=f"does not generate: its last refit failed .*{FAULTS[how]}.*; refit\\(\\) it again"):
         generate(engine)
     policy.weights = good
     for (_, tensor), value in zip(good, values, strict=True):

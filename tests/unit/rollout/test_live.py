@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fake_decoder import CONTEXT, PAGE, VOCAB, generation_of
-from fake_endpoint import RunEngine
+from fake_decoder import CONTEXT, PAGE, VOCAB, RunEngine, generation_of
 from training_jobs import eventually
 
 from aligner.errors import ConfigError, EngineError

@@ -11,6 +11,7 @@ import transformers
 from hf_models import VOCAB
 from model_steps import adam, train
 from own_models import CONFIGS, make_directory, write_vision
+from rollout_parts import sampled
 
 from aligner.errors import ConfigError, EngineError
 from aligner.models.config import Implementation, LoraConfig, ModelConfig
@@ -30,9 +31,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory):
     return make_directory(tmp_path_factory)
 
 
-def prompts() -> list[Prompt]:
+def prompts(copies: int = 1) -> list[Prompt]:
     generator = torch.Generator().manual_seed(7)
-    return [prompt(torch.randint(3, VOCAB, (length,), generator=generator).tolist()) for length in LENGTHS]
+    made = [prompt(torch.randint(3, VOCAB, (length,), generator=generator).tolist()) for length in LENGTHS]
+    return [one for one in made for _ in range(copies)]
 
 
 def prompt(tokens: list[int]) -> Prompt:
@@ -40,14 +42,8 @@ def prompt(tokens: list[int]) -> Prompt:
 
 
 def engine_of(policy: Any, seats: int = 3, **sampling: Any) -> Any:
-    config = RolloutConfig(max_batch_size=seats, sampling=SamplingConfig(**{"max_response_length": 12, "temperature": 1.0} | sampling))
+    config = RolloutConfig(max_batch_size=seats, sampling=SamplingConfig(**{"max_response_length": 12} | sampling))
     return create_engine(policy, config, eos_id=1, decode=lambda tokens: "".join(chr(97 + token % 26) for token in tokens))
-
-
-def sampled(engine: Any, given: list[Prompt], sampling: SamplingConfig | None = None, copies: int = 1) -> list[Any]:
-    pairs = [(prompt, 100 * number + copy) for number, prompt in enumerate(given) for copy in range(copies)]
-    found = [one for part in engine.generate([p for p, _ in pairs], [s for _, s in pairs], sampling) for one in part]
-    return sorted(found, key=lambda rollout: rollout.seed)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -55,7 +51,7 @@ def test_greedy_tokens_are_those_of_generate(name: str, directory, load_policy) 
     """Rows of different lengths join and leave between steps: windows, experts and recurrent states follow."""
     policy = load_policy(directory(name))
     greedy = SamplingConfig(max_response_length=12, temperature=0.0)
-    found = sampled(engine_of(policy), prompts(), greedy)
+    found = sampled(engine_of(policy), prompts(), sampling=greedy)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory(name), dtype=torch.float32).eval()
     settings = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
     for rollout in found:
@@ -66,8 +62,8 @@ def test_greedy_tokens_are_those_of_generate(name: str, directory, load_policy) 
 @pytest.mark.parametrize("name", ["granite", "exaone4", "lfm2"])
 def test_log_probs_are_the_trainers_and_samples_do_not_depend_on_the_batch(name: str, directory, load_policy) -> None:
     policy = load_policy(directory(name))
-    found = sampled(engine_of(policy), prompts(), copies=3)
-    alone = sampled(engine_of(policy, seats=1), prompts(), copies=3)
+    found = sampled(engine_of(policy), prompts(3))
+    alone = sampled(engine_of(policy, seats=1), prompts(3))
     assert [one.response for one in found] == [one.response for one in alone]
     assert len({one.response for one in found}) > len(LENGTHS)  # the copies differ
     width = max(len(one.prompt.tokens) + len(one.response) for one in found)
@@ -84,10 +80,10 @@ def test_log_probs_are_the_trainers_and_samples_do_not_depend_on_the_batch(name:
 @pytest.mark.parametrize("name", ["deepseek_v4", "xlstm", "dory"])
 def test_a_model_whose_cache_cannot_be_rearranged_samples_from_whole_rows(name: str, directory, load_policy, logprob_gap, capsys) -> None:
     policy = load_policy(directory(name))
-    found = sampled(engine_of(policy), prompts(), copies=2)
+    found = sampled(engine_of(policy), prompts(2))
     assert f"model_type={name}: its cache is not of use to the built-in engine" in capsys.readouterr().out
     assert float(logprob_gap(policy, found).max()) < 1e-4
-    alone = sampled(engine_of(policy, seats=1), prompts(), copies=2)
+    alone = sampled(engine_of(policy, seats=1), prompts(2))
     assert [one.response for one in found] == [one.response for one in alone]
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_decoder import EOS, PAGE, VOCAB, FakeDecoder, draws_alone, generation_of
+from rollout_parts import sampled
 from torch import Tensor
 
 from aligner.losses.sft import sft_loss
@@ -105,10 +106,8 @@ def test_any_schedule_of_new_weights(recompute):
             assert [start for start, _ in result.versions] == sorted({start for start, _ in result.versions})
             assert not result.versions or (result.versions[0][0], result.versions[-1][1]) == (0, result.weight_version)
             assert (list(result.tokens), list(result.logprobs)) == expected(requests[result.index], result, sampling)
-            sampled = (
-                result.extras["routes"].flatten().tolist()[len(requests[result.index].tokens) - 1 :]
-            )  # of the tokens before each of these
-            assert sampled == [version_at(result, number) for number in range(len(result.tokens))]
+            routes = result.extras["routes"].flatten().tolist()[len(requests[result.index].tokens) - 1 :]  # of the tokens before these
+            assert routes == [version_at(result, number) for number in range(len(result.tokens))]
             partial += bool(result.versions)
         refits += generation.counters.refits
     assert refits >= 10 and partial > 12  # and prompts of before were not shared with responses of after: `expected` has no such thing
@@ -185,8 +184,7 @@ class Interrupted:
 
     def rollouts(self) -> list[Rollout]:
         prompts = [Prompt(id=i, tokens=tokens, source="") for i, tokens in enumerate([(5, 9, 11), (40,), (7, 8, 9, 10, 3)])]
-        found = [one for part in self.engine.generate([p for p in prompts for _ in range(2)], [1, 2, 3, 4, 5, 6]) for one in part]
-        return sorted(found, key=lambda one: one.seed)
+        return sampled(self.engine, [p for p in prompts for _ in range(2)], [1, 2, 3, 4, 5, 6])
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -245,8 +243,7 @@ def test_a_snapshot_stays_as_it_is_while_the_policy_trains(make_model):
     assert engine.refitted_bytes == sum(parameter.numel() * 4 for parameter in model.policy.module.parameters())
 
     def sample() -> list[Rollout]:
-        rollouts = [one for part in engine.generate([Prompt(id=0, tokens=(4, 5), source="")] * 3, [7, 8, 9]) for one in part]
-        return sorted(rollouts, key=lambda one: one.seed)
+        return sampled(engine, [Prompt(id=0, tokens=(4, 5), source="")] * 3)
 
     before = sample()
     model.take(1)

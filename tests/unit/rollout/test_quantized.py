@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from rollout_parts import mixed_prompts, prompts
+from rollout_parts import engine_of, mixed_prompts, prompts, sampled
 
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
@@ -23,12 +23,11 @@ from aligner.rollout.builtin.quantized import CODES, encoded, scales_of
 from aligner.rollout.builtin.refit import OwnWeights, SnapshotWeights, TrainingWeights, rollout_weights
 from aligner.rollout.builtin.weights import QuantizedWeight, is_quantized, named_parameters
 from aligner.rollout.config import AsynchronousConfig, EngineKind, Precision, RolloutConfig, VerifyRefit, check_precision, check_settings
-from aligner.rollout.create import create_engine
-from aligner.types import LabeledBatch, SamplingConfig
+from aligner.types import LabeledBatch
 
 pytestmark = pytest.mark.usefixtures("topology")
 KINDS = [Precision.fp8, Precision.int8]
-PROMPTS, SEEDS = prompts(3, 12, 7, 1, 7, 20), list(range(11, 17))
+PROMPTS = prompts(3, 12, 7, 1, 7, 20)
 # The numbers of e4m3 above 0: 3 bits behind the leading one, exponents from -6, below them equal steps; 448 is the largest.
 E4M3 = torch.tensor(sorted({m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}))
 
@@ -40,20 +39,6 @@ def rounded(weight: torch.Tensor, kind: Precision) -> torch.Tensor:
         return torch.round(weight / scales) * scales
     nearest = ((weight.abs() / scales).unsqueeze(-1) - E4M3).abs().argmin(dim=-1)
     return E4M3[nearest] * weight.sign() * scales
-
-
-def engine_of(policy, **fields):
-    sampling = SamplingConfig(max_response_length=24)
-    return create_engine(policy, RolloutConfig(sampling=sampling, **fields), eos_id=2)
-
-
-def sampled(engine, given=PROMPTS) -> list:
-    found = [rollout for part in engine.generate(given, SEEDS) for rollout in part]
-    return sorted(found, key=lambda rollout: rollout.seed)
-
-
-def weights_in_8_bits(engine) -> dict[str, QuantizedWeight]:
-    return engine.engine.weights._rounded
 
 
 def train(policy) -> None:
@@ -102,13 +87,10 @@ def overwrite(policy, kind: Precision) -> None:
                 parameter.copy_(rounded(parameter, kind))
 
 
-FAMILIES = ["llama", "gpt2", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss"]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss"])
 def test_int8_weights_sample_as_a_policy_with_the_same_numbers(name, hf_directory, load_policy, logprob_gap):
     policy = load_policy(hf_directory(name), training={"micro_batch_size": 2})
-    rollouts = sampled(engine_of(policy, precision=Precision.int8))
+    rollouts = sampled(engine_of(policy, precision=Precision.int8), PROMPTS)
     before = float(logprob_gap(policy, rollouts).mean())
     overwrite(policy, Precision.int8)
     assert float(logprob_gap(policy, rollouts).max()) < 1e-4 and before > 1e-3
@@ -118,7 +100,7 @@ def test_fp8_rounds_the_inputs_of_the_layers_too(hf_directory, load_policy):
     """A transformers model whose layers round theirs: the same log-probs, but where a last bit decides a rounding."""
     from transformers import AutoModelForCausalLM
 
-    rollouts = sampled(engine_of(load_policy(hf_directory("llama")), precision=Precision.fp8))
+    rollouts = sampled(engine_of(load_policy(hf_directory("llama")), precision=Precision.fp8), PROMPTS)
     theirs = AutoModelForCausalLM.from_pretrained(hf_directory("llama"), dtype=torch.float32)
     batch, found = rollout_batch(rollouts, 0), []
     for rounds_inputs in (False, True):
@@ -182,11 +164,11 @@ def test_weights_are_kept_in_one_byte_and_rounded_in_each_refit(make_model, monk
     policy = make_model("policy", optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0))
     engine = engine_of(policy, precision=Precision.int8, offload=True)
     linears = {name: p for name, p in named_parameters(policy.chunks).items() if is_quantized(name)}
-    own = weights_in_8_bits(engine)
+    own = engine.engine.weights._rounded
     assert own.keys() == linears.keys() and len(own) == 2 * 4
     assert all(one.codes.untyped_storage().nbytes() == 0 for one in own.values())  # it sleeps
     engine.wake()
-    before = sampled(engine)
+    before = sampled(engine, PROMPTS)
     engine.sleep()
     train(policy)
     engine.refit(policy.version)
@@ -194,7 +176,7 @@ def test_weights_are_kept_in_one_byte_and_rounded_in_each_refit(make_model, monk
     for name, one in own.items():
         torch.testing.assert_close(one.numbers(), rounded(linears[name].detach(), Precision.int8), rtol=1e-6, atol=1e-9)
         assert one.codes.nbytes == linears[name].numel()
-    after = sampled(engine)
+    after = sampled(engine, PROMPTS)
     assert [one.logprobs for one in before] != [one.logprobs for one in after]
     assert engine.engine.weights.fill() == sum(p.numel() + 4 * len(p) for p in linears.values())
     from aligner.rollout.builtin import refit
@@ -203,7 +185,7 @@ def test_weights_are_kept_in_one_byte_and_rounded_in_each_refit(make_model, monk
     apart = engine_of(policy, precision=Precision.int8, verify_refit=VerifyRefit.checksum)
     weights = apart.engine.weights
     assert isinstance(weights, OwnWeights) and not linears.keys() & weights.named.keys()  # no dense copy stays
-    assert [(one.response, one.logprobs) for one in sampled(apart)] == [(one.response, one.logprobs) for one in after]
+    assert [(one.response, one.logprobs) for one in sampled(apart, PROMPTS)] == [(one.response, one.logprobs) for one in after]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -227,7 +209,7 @@ def test_adapters_stay_in_full_precision(hf_directory, load_policy, logprob_gap)
                 b.normal_(std=0.05, generator=torch.Generator().manual_seed(number))
     engine = engine_of(policy, precision=Precision.int8)
     assert isinstance(engine.engine.weights, TrainingWeights)
-    rollouts = sampled(engine)
+    rollouts = sampled(engine, PROMPTS)
     overwrite(policy, Precision.int8)
     assert float(logprob_gap(policy, rollouts).max()) < 1e-4
 

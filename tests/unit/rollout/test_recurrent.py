@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import rollout_parts
 import torch
 from rollout_parts import prompts
 
 from aligner.errors import ConfigError
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig, check_engine
-from aligner.types import LabeledBatch, Prompt, SamplingConfig
+from aligner.types import LabeledBatch, Prompt
 
 pytestmark = pytest.mark.usefixtures("topology")
 
@@ -19,11 +20,8 @@ MODEL = "qwen3_next"
 
 def sampled(policy, prompts, seeds, **settings):
     """(responses and log-probs by prompt and seed, the engine's counters)."""
-    from aligner.rollout.create import create_engine
-
-    config = RolloutConfig(sampling=SamplingConfig(max_response_length=24), **settings)
-    engine = create_engine(policy, config, eos_id=VOCAB + 5)
-    found = {(r.prompt.id, r.seed): (r.response, r.logprobs) for part in engine.generate(prompts, seeds) for r in part}
+    engine = rollout_parts.engine_of(policy, eos_id=VOCAB + 5, **settings)
+    found = {(one.prompt.id, one.seed): (one.response, one.logprobs) for one in rollout_parts.sampled(engine, prompts, seeds)}
     return found, engine.engine.generation.counters
 
 
@@ -73,9 +71,7 @@ def test_a_group_computes_its_prompt_once_and_no_other_beginning_is_shared(polic
 
 
 def test_seats_are_made_as_they_are_needed_and_keep_what_they_have(policy):
-    from aligner.rollout.create import create_engine
-
-    decoder = create_engine(policy, RolloutConfig(), eos_id=VOCAB + 5).engine.decoder
+    decoder = rollout_parts.engine_of(policy).engine.decoder
     states = decoder.new_cache(2).states
     states.reserve(2)
     one = torch.tensor([1], device=platform.device())

@@ -7,30 +7,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rollout_parts import engine_of, sampled
 
 from aligner.errors import ConfigError, EngineError
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Architecture, Family, Quantization
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.reshard import replicated
-from aligner.rollout.config import RolloutConfig, VerifyRefit, check_splits
-from aligner.types import LabeledBatch, Prompt, SamplingConfig
+from aligner.rollout.config import VerifyRefit, check_splits
+from aligner.types import LabeledBatch, Prompt
 
 pytestmark = pytest.mark.usefixtures("topology")
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0)
 PROMPTS = [Prompt(id=i, tokens=tokens, source="") for i, tokens in enumerate([(5, 9, 11), (40,), (7, 8, 9, 10, 3)])]
-SEEDS = [1, 2, 3]
-
-
-def engine_of(policy, **fields):
-    from aligner.rollout.create import create_engine
-
-    return create_engine(policy, RolloutConfig(sampling=SamplingConfig(max_response_length=12), **fields), eos_id=2)
 
 
 def samples(engine) -> dict[int, tuple]:
-    return {r.seed: (r.response, r.logprobs) for part in engine.generate(PROMPTS, SEEDS) for r in part}
+    return {r.seed: (r.response, r.logprobs) for r in sampled(engine, PROMPTS)}
 
 
 def train(policy) -> None:
@@ -213,56 +207,41 @@ def test_a_rollout_layout_that_does_not_fit_the_model_is_refused(fields, tp, wor
         check_splits(Architecture(**fields), tp=tp, world_size=world)
 
 
-def drop(sources: dict) -> None:
-    del sources["decoder.layers.1.mlp.linear_fc2.weight"]
+NORM, QKV = "decoder.final_layernorm.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
+DAMAGED = {
+    "drop": "decoder.layers.1.mlp.linear_fc2.weight of 16 tensors missing in the training weights of this rank",
+    "add": "decoder.layers.2.mlp.linear_fc2.weight is extra in the training weights of this rank",
+    "reshape": rf"{NORM} has the shape \[31\], the model's config requires \[32\]",
+    "retype": f"{NORM} is float16, the model is float32",
+    "spoil": rf"not finite: {QKV} \(2 of 2048 elements\) of 16 tensors",
+}
 
 
-def add(sources: dict) -> None:
-    sources["decoder.layers.2.mlp.linear_fc2.weight"] = torch.zeros(1)
-
-
-def reshape(sources: dict) -> None:
-    sources["decoder.final_layernorm.weight"] = torch.zeros(31)
-
-
-def retype(sources: dict) -> None:
-    sources["decoder.final_layernorm.weight"] = torch.zeros(32, dtype=torch.float16)
-
-
-def spoil(sources: dict) -> None:
-    bad = sources["decoder.layers.0.self_attention.linear_qkv.weight"].detach().clone()
+def damaged(sources: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
+    if how == "drop":
+        del sources["decoder.layers.1.mlp.linear_fc2.weight"]
+        return sources
+    bad = sources[QKV].detach().clone()
     bad[3, 4], bad[5, 6] = float("nan"), float("inf")
-    sources["decoder.layers.0.self_attention.linear_qkv.weight"] = bad
+    others = {"add": {"decoder.layers.2.mlp.linear_fc2.weight": torch.zeros(1)}, "spoil": {QKV: bad}}
+    others |= {"reshape": {NORM: torch.zeros(31)}, "retype": {NORM: torch.zeros(32, dtype=torch.float16)}}
+    return sources | others[how]
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (drop, "decoder.layers.1.mlp.linear_fc2.weight of 16 tensors missing in the training weights of this rank"),
-        (add, "decoder.layers.2.mlp.linear_fc2.weight is extra in the training weights of this rank"),
-        (reshape, r"decoder.final_layernorm.weight has the shape \[31\], the model's config requires \[32\]"),
-        (retype, "decoder.final_layernorm.weight is float16, the model is float32"),
-        (spoil, r"not finite: decoder.layers.0.self_attention.linear_qkv.weight \(2 of 2048 elements\) of 16 tensors"),
-    ],
-)
-def test_damaged_training_weights_are_named_and_nothing_is_sampled_from_them(damage, message, make_model, own_weights, monkeypatch):
+@pytest.mark.parametrize("how", DAMAGED)
+def test_damaged_training_weights_are_named_and_nothing_is_sampled_from_them(how, make_model, own_weights, monkeypatch):
     from aligner.rollout.builtin import refit
 
     engine = engine_of(make_model("policy"))
     before, named = samples(engine), refit.named_parameters
     with monkeypatch.context() as patch:
-        patch.setattr(refit, "named_parameters", lambda chunks: damaged(named(chunks), damage))
-        with pytest.raises(EngineError, match=f"weights of version 1 failed: .*{message}"):
+        patch.setattr(refit, "named_parameters", lambda chunks: damaged(named(chunks), how))
+        with pytest.raises(EngineError, match=f"weights of version 1 failed: .*{DAMAGED[how]}"):
             engine.refit(1)
-        with pytest.raises(EngineError, match=f"does not generate: its last refit failed .*{message}"):
+        with pytest.raises(EngineError, match=f"does not generate: its last refit failed .*{DAMAGED[how]}"):
             samples(engine)
     engine.refit(2)
     assert samples(engine) == before and engine.refitted_bytes > 0
-
-
-def damaged(sources: dict, damage) -> dict:
-    damage(sources)
-    return sources
 
 
 def test_a_plan_that_is_not_of_the_whole_model_is_refused(make_model):

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rollout_parts import engine_of, sampled
 
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.losses.sft import sft_loss
 from aligner.parallel import platform
-from aligner.types import LabeledBatch, RolloutBatch, Routes, SamplingConfig, no_expert
+from aligner.rollout.config import RoutingReplay
+from aligner.types import RolloutBatch, Routes, no_expert
 
 pytestmark = pytest.mark.usefixtures("topology")
 
@@ -22,19 +24,16 @@ MISMATCH, REPLACED = "rollout/route_mismatch", "rollout/route_replaced"
 @pytest.fixture
 def sample(mixed_prompts):
     """`sample(policy, **settings)`: rollouts in the order of their prompts."""
-    from aligner.rollout.config import RolloutConfig, RoutingReplay
-    from aligner.rollout.create import create_engine
 
-    def sampled(policy, **settings) -> list:
-        sampling = SamplingConfig(max_response_length=18, min_response_length=14, top_k=50, stop_token_ids=[7])
-        config = RolloutConfig(sampling=sampling, max_batch_size=4, routing_replay=RoutingReplay.replay, **settings)
-        engine = create_engine(policy, config, eos_id=2)
-        found = [rollout for part in engine.generate(mixed_prompts, range(6)) for rollout in part]
+    def sample_of(policy, **settings) -> list:
+        sampling = {"max_response_length": 18, "min_response_length": 14, "top_k": 50, "stop_token_ids": [7]}
+        engine = engine_of(policy, sampling=sampling, max_batch_size=4, routing_replay=RoutingReplay.replay, **settings)
+        found = sampled(engine, mixed_prompts)
         if "kv_cache_tokens" in settings:
             assert engine.engine.generation.counters.preemptions > 0 and engine.engine.generation.counters.shared_tokens > 0
-        return sorted(found, key=lambda rollout: rollout.seed)
+        return found
 
-    return sampled
+    return sample_of
 
 
 def make(load_policy, directory, *, replays: bool):
@@ -46,12 +45,8 @@ def make(load_policy, directory, *, replays: bool):
     )
 
 
-def labeled(batch: RolloutBatch) -> LabeledBatch:
-    return LabeledBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, extras=batch.extras)
-
-
 def shares(policy, batch: RolloutBatch) -> dict[str, float]:
-    found = policy.train_step(labeled(batch), sft_loss)
+    found = policy.train_step(batch, sft_loss)
     return {name: metric.value() for name, metric in found.items() if "route" in name}
 
 

@@ -22,13 +22,9 @@ def splitmix64(seed: int, draws: int) -> list[int]:
     return outputs
 
 
-def test_the_reference_gives_the_published_numbers():
-    assert splitmix64(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]
-
-
 @pytest.mark.parametrize("seed", [0, 1, 1234567, -1, 2**63 - 1, -(2**63)])
 def test_uniforms_are_splitmix64(seed):
+    assert splitmix64(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # as published
     expected = [(x >> 11) * 2.0**-53 for x in splitmix64(seed & MASK, 50)]
     assert uniforms(torch.tensor(seed), torch.arange(50)).tolist() == expected
     single = [uniforms(torch.tensor([seed]), torch.tensor(position)).item() for position in (0, 49)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_parts import sampled
 from vision_models import picture
 from vision_rows import Rows, greedy_tokens, reference, seeing_directory
 
@@ -15,7 +16,7 @@ from aligner.errors import ConfigError, EngineError
 from aligner.models.config import LoraConfig
 from aligner.rollout.config import PAGE_SIZE, AsynchronousConfig, Kernels, RolloutConfig
 from aligner.rollout.create import create_engine
-from aligner.types import Images, Prompt, SamplingConfig
+from aligner.types import Images, Prompt, Rollout, SamplingConfig
 
 directory = pytest.fixture(scope="module")(seeing_directory)
 NAMES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -29,10 +30,8 @@ def prompts_of(rows: Rows) -> list[Prompt]:
     ]
 
 
-def sampled(engine: Any, prompts: list[Prompt], temperature: float = 0.0) -> dict[int, Any]:
-    sampling = SamplingConfig(max_response_length=LENGTH, temperature=temperature)
-    found = engine.generate(prompts, list(range(len(prompts))), sampling)
-    return {one.prompt.id: one for part in found for one in part}
+def responses(engine: Any, prompts: list[Prompt], temperature: float = 0.0) -> list[Rollout]:
+    return sampled(engine, prompts, sampling=SamplingConfig(max_response_length=LENGTH, temperature=temperature))
 
 
 def logprobs_of(rows: Rows, row: int, model: Any, response: tuple[int, ...]) -> torch.Tensor:
@@ -55,12 +54,11 @@ def test_greedy_tokens_and_log_probs_are_those_of_transformers(name: str, kernel
     )
     engine = create_engine(policy, config, tokenizer=load_tokenizer(directory("qwen3_vl")).seeing(rows.vision))
     model, prompts = reference(directory(name)), prompts_of(rows)
-    found = sampled(engine, prompts)
-    for number, prompt in enumerate(prompts):
-        assert list(found[prompt.id].response) == greedy_tokens(rows, number, model, LENGTH)
-    found = sampled(engine, prompts, temperature=1.0)
-    for number, prompt in enumerate(prompts):
-        own = found[prompt.id]
+    found = responses(engine, prompts)
+    for number, own in enumerate(found):
+        assert list(own.response) == greedy_tokens(rows, number, model, LENGTH)
+    found = responses(engine, prompts, temperature=1.0)
+    for number, own in enumerate(found):
         assert not set(own.response) & set(rows.vision.slot_ids)
         assert torch.allclose(torch.tensor(own.logprobs), logprobs_of(rows, number, model, tuple(own.response)), atol=1e-4)
 
@@ -82,7 +80,7 @@ def test_images_of_one_size_share_nothing_and_equal_ones_do(name: str, directory
     tokens = [*text, *slots, *text]
     images = [digests[0], digests[1], digests[0]]
     prompts = [Prompt(tokens=tuple(tokens), id=i, source="test", extras={"images": Images.of([own])}) for i, own in enumerate(images)]
-    found = sampled(engine, prompts, temperature=1.0)
+    found = responses(engine, prompts, temperature=1.0)
     model = reference(directory(name))
     for number, digest in enumerate(images):
         rows.tokens[row], rows.images[row] = tokens, [digest]
@@ -101,16 +99,16 @@ def test_weights_of_its_own_see_too_and_follow_the_policy(lora: LoraConfig, stal
     config = RolloutConfig(max_batch_size=3, asynchronous=ahead, sampling=SamplingConfig(max_response_length=LENGTH))
     engine = create_engine(policy, config, eos_id=rows.end)
     prompts, model = prompts_of(rows), reference(directory("qwen3_vl"))
-    before = sampled(engine, prompts)
+    before = responses(engine, prompts)
     assert list(before[0].response) == greedy_tokens(rows, 0, model, LENGTH)
     with torch.no_grad():
         for one in (policy.module, model.model):
             for parameter in one.visual.parameters():
                 parameter.neg_()
     engine.refit(1)
-    after = sampled(engine, prompts)
-    for number, prompt in enumerate(prompts):
-        assert list(after[prompt.id].response) == greedy_tokens(rows, number, model, LENGTH)
+    after = responses(engine, prompts)
+    for number, own in enumerate(after):
+        assert list(own.response) == greedy_tokens(rows, number, model, LENGTH)
     assert [list(after[i].response) for i in range(4)] != [list(before[i].response) for i in range(4)]
 
 
@@ -118,7 +116,7 @@ def test_a_policy_that_reads_no_images_refuses_them_by_name(directory, load_poli
     rows = Rows("qwen3_vl", directory("qwen3_vl"))
     engine = create_engine(load_policy(directory("qwen3_vl")), RolloutConfig(max_batch_size=3), eos_id=rows.end)
     with pytest.raises(EngineError, match=r"request .: has images, which the policy's layers do not read; allowed: model\.images=true"):
-        sampled(engine, prompts_of(rows))
+        responses(engine, prompts_of(rows))
 
 
 def test_engines_of_other_packages_are_refused(directory, load_policy) -> None:

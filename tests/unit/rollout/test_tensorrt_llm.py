@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +11,13 @@ from fake_tensorrt_llm import CONTEXT, EOS, engine_of
 from torch.nn.utils.rnn import pad_sequence
 
 from aligner.errors import ConfigError, EngineError
-from aligner.parallel import platform
-from aligner.protocols import Replica
 from aligner.rollout.config import (
     CudaGraphs,
     Sampler,
     TensorRTLLMConfig,
 )
 from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork, Memory
-from aligner.rollout.engine.foreign import StreamedEngine, weight_buckets
-from aligner.rollout.engine.manifest import Manifest
+from aligner.rollout.engine.foreign import weight_buckets
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 pytestmark = pytest.mark.cpu  # where the package's stand-in is, in this process: no handle of a GPU's memory opens where it was made
@@ -124,15 +120,6 @@ def test_a_version_that_takes_zero_log_probs_for_none_is_asked_for_one(zero_is_n
     in_vain = package.asked.count(0) if zero_is_none else 0
     assert package.asked[-6:] == [int(zero_is_none)] * 6 and in_vain <= 6 and len(package.asked) == 12 + in_vain
     engine.shutdown()
-
-
-def test_torch_gives_back_what_it_has_cached_before_an_engine_starts_and_wakes(topology, monkeypatch):
-    events: list[str] = []
-    monkeypatch.setattr(platform, "release_cached", lambda: events.append("release"))
-    package = SimpleNamespace(capabilities=SimpleNamespace(name="x"), start=lambda: events.append("start"))
-    package.wake = lambda memory: events.append("wake")
-    StreamedEngine(package, lambda: iter(()), Manifest(tensors={}), Replica(), bucket_bytes=1).wake(ALL_MEMORY)
-    assert events == ["release", "start", "release", "wake"]
 
 
 @pytest.mark.parametrize("package", VERSIONS, indirect=True)

@@ -23,6 +23,7 @@ import torch
 from model_steps import adam, train
 from own_models import CONFIGS, make_directory
 from own_models import SIZES as OWN_SIZES
+from rollout_parts import sampled
 from safetensors.torch import load_file
 
 from aligner.data.collate import rollout_batch
@@ -801,9 +802,7 @@ SEEDS = [11, 12, 13, 14, 15]
 def resampled(engine: PhasedEngine, policy: Any) -> tuple[LabeledBatch, torch.Tensor]:
     """After a refit: rows whose log-probs are the policy's, and these."""
     engine.refit(policy.version)
-    rollouts = sorted((one for part in engine.generate(PROMPTS, SEEDS) for one in part), key=lambda one: one.seed)
-    assert [one.seed for one in rollouts] == SEEDS
-    rows = rollout_batch(rollouts, 0)
+    rows = rollout_batch(sampled(engine, PROMPTS, SEEDS), 0)
     batch = LabeledBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask)
     torch.testing.assert_close(rows.rollout_logprobs, policy.logprobs(batch) * rows.loss_mask, rtol=0, atol=1e-4)
     return batch, rows.rollout_logprobs

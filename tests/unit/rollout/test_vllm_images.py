@@ -15,6 +15,7 @@ import pytest
 import torch
 from model_steps import adam
 from own_models import write_vision
+from rollout_parts import sampled
 from vision_models import write_seeing
 from vision_rows import Rows, encoded, greedy_tokens, reference
 
@@ -52,11 +53,6 @@ def engine_of(policy: Any, rows: Rows, **more: Any) -> Any:
     return engine
 
 
-def sampled(engine: Any, prompts: list[Prompt], *sampling: SamplingConfig) -> list[Any]:
-    found = [one for part in engine.generate(prompts, range(len(prompts)), *sampling) for one in part]
-    return sorted(found, key=lambda one: one.seed)
-
-
 def gap(policy: Any, rollouts: list[Any]) -> float:
     """The largest difference between vLLM's log-probs and training's."""
     batch = rollout_batch(rollouts, 0)
@@ -76,13 +72,13 @@ def test_tokens_and_log_probs_are_trainings_before_and_after_a_step(name: str, f
     policy = load_policy(tmp_path, config=fields | {"freeze": []}, training=training, optimizer=adam(lr=1e-2))
     engine, prompts, model = engine_of(policy, rows), rows.prompts(), reference(tmp_path)
     warm = EngineSampling(max_response_length=8, missing_ids=rows.vision.slot_ids)  # as with a tokenizer
-    greedy, before = sampled(engine, prompts, GREEDY), sampled(engine, prompts, warm)
+    greedy, before = sampled(engine, prompts, sampling=GREEDY), sampled(engine, prompts, sampling=warm)
     for one in greedy:
         assert list(one.response) == greedy_tokens(rows, one.prompt.id, model, GREEDY.max_response_length)
     assert gap(policy, greedy) < 1e-4 and gap(policy, before) < 1e-4
     policy.train_step(rows.batch(), sft_loss)
     engine.refit(policy.version)
-    after = sampled(engine, prompts, warm)
+    after = sampled(engine, prompts, sampling=warm)
     assert gap(policy, after) < 1e-4 and [one.logprobs for one in after] != [one.logprobs for one in before]
     engine.shutdown()
 
@@ -104,9 +100,9 @@ def test_a_group_shares_its_image_and_another_image_shares_nothing(load_policy, 
     tokens = tuple(rows.tokens[3]) + tuple(rows.tokens[1]) * 20  # more than a page of vLLM's
     two = [Images.of([digest]) for digest in (rows.digests["c"], rows.vision.add(encoded("c", seed=7)))]
     prompts = [Prompt(tokens=tokens, id=i, source="test", extras={Images.name: images}) for i, images in enumerate(two)]
-    group = sampled(engine, [prompts[0]] * 5, GREEDY)
+    group = sampled(engine, [prompts[0]] * 5, sampling=GREEDY)
     assert len({one.response for one in group}) == 1 and seen == {16: 1}
-    both = sampled(engine, [*prompts, prompts[1]], GREEDY)
+    both = sampled(engine, [*prompts, prompts[1]], sampling=GREEDY)
     assert seen == {16: 2} and gap(policy, both) < 1e-4
     assert both[0].logprobs != both[1].logprobs == both[2].logprobs
     lost = replace(prompts[0], tokens=tuple(rows.tokens[1]))

@@ -117,38 +117,28 @@ def wrong_shape(case: Case, random_: random.Random, header: dict, tail: bytes) -
     rewrite(case, header, tail)
 
 
-def wrong_datatype(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
-    tensor = random_.choice(header["inputs"])
-    tensor["datatype"] = random_.choice([value for value in TEXTS + NUMBERS if value != tensor["datatype"]])
+def wrong_entry(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
+    tensor, field_ = random_.choice(header["inputs"]), random_.choice(("datatype", "name", "size"))
+    if field_ == "size":
+        size = tensor["parameters"]["binary_data_size"]
+        tensor["parameters"]["binary_data_size"] = random_.choice([size + 1, size - 1, size * 2 + 8, *NUMBERS[:8], "8", None, []])
+    else:
+        tensor[field_] = random_.choice([value for value in TEXTS + NUMBERS if value != tensor[field_]])
+    case.label = field_
     rewrite(case, header, tail)
 
 
-def wrong_name(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
-    tensor = random_.choice(header["inputs"])
-    tensor["name"] = random_.choice(TEXTS + NUMBERS)
-    rewrite(case, header, tail)
-
-
-def wrong_size(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
-    tensor = random_.choice(header["inputs"])
-    size = tensor["parameters"]["binary_data_size"]
-    tensor["parameters"]["binary_data_size"] = random_.choice([size + 1, size - 1, size * 2 + 8, *NUMBERS[:8], "8", None, []])
-    rewrite(case, header, tail)
-
-
-def duplicate_tensor(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
-    header["inputs"].insert(random_.randrange(len(header["inputs"])), dict(random_.choice(header["inputs"])))
+def repeated_tensors(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
+    if random_.random() < 0.5:
+        header["inputs"].insert(random_.randrange(len(header["inputs"])), dict(random_.choice(header["inputs"])))
+    else:
+        header["inputs"] *= random_.choice((10, 100))
     rewrite(case, header, tail)
 
 
 def missing_tensor(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
     del header["inputs"][random_.randrange(len(header["inputs"])) :]
     rewrite(case, header, b"" if not header["inputs"] else tail)
-
-
-def many_tensors(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
-    header["inputs"] *= random_.choice((10, 100))
-    rewrite(case, header, tail)
 
 
 def wrong_outputs(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
@@ -164,23 +154,19 @@ def unknown_key(case: Case, random_: random.Random, header: dict, tail: bytes) -
     rewrite(case, header, tail)
 
 
-def truncated(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
-    case.body = case.body[: random_.randrange(len(case.body))]
-
-
-def surplus(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
-    case.body += random_.randbytes(random_.randrange(1, 50))
+def wrong_end(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
+    if random_.random() < 0.5:
+        case.body = case.body[: random_.randrange(len(case.body))]
+    else:
+        case.body += random_.randbytes(random_.randrange(1, 50))
 
 
 def wrong_header_length(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
-    right = int(case.headers[HEADER_LENGTH])
-    case.headers[HEADER_LENGTH] = random_.choice(
-        ["-1", "0", "", "x", "1e3", "99999999999999999999", str(right - 1), str(right + 1), str(len(case.body) + 1), f"{right}.0", "0x10"]
-    )
-
-
-def no_header_length(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
-    del case.headers[HEADER_LENGTH]
+    right = int(case.headers.pop(HEADER_LENGTH))
+    near = [str(right - 1), str(right + 1), str(len(case.body) + 1), f"{right}.0"]
+    said = random_.choice([None, "-1", "0", "", "x", "1e3", "99999999999999999999", "0x10", *near])
+    if said is not None:
+        case.headers[HEADER_LENGTH] = said
 
 
 def deep_json(case: Case, random_: random.Random, header: dict, tail: bytes) -> None:
@@ -312,18 +298,14 @@ def wrong_length_header(case: Case, random_: random.Random, header: dict, tail: 
 MUTATIONS: tuple[Callable[[Case, random.Random, dict, bytes], None], ...] = (
     wrong_shape,
     wrong_shape,
-    wrong_datatype,
-    wrong_name,
-    wrong_size,
-    duplicate_tensor,
+    wrong_entry,
+    wrong_entry,
+    repeated_tensors,
     missing_tensor,
-    many_tensors,
     wrong_outputs,
     unknown_key,
-    truncated,
-    surplus,
+    wrong_end,
     wrong_header_length,
-    no_header_length,
     deep_json,
     not_json,
     flipped_byte,
