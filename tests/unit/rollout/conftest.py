@@ -1,9 +1,8 @@
-"""The stand-ins of tests/fakes, and the prompts of several tests."""
+"""What several tests of rollouts need."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import pytest
 import rollout_parts
 
 from aligner.types import Prompt
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 
 
 @pytest.fixture

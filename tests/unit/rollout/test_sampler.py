@@ -67,6 +67,16 @@ def by_hand(logits: list[float], prompt: Sequence[int], response: Sequence[int],
     return [p[token] / sum(p[t] for t in kept) if token in kept else 0.0 for token in range(len(p))]
 
 
+EVERYTHING = {
+    "temperature": 0.8,
+    "top_k": 12,
+    "top_p": 0.95,
+    "min_p": 0.02,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "min_response_length": 6,
+}
 SETTINGS = [
     {},
     {"temperature": 0.6},
@@ -76,16 +86,7 @@ SETTINGS = [
     {"repetition_penalty": 1.8},
     {"presence_penalty": 1.5, "frequency_penalty": 0.4},
     {"presence_penalty": -1.0, "min_response_length": 9, "stop_token_ids": [4, 11]},
-    {
-        "temperature": 0.8,
-        "top_k": 12,
-        "top_p": 0.95,
-        "min_p": 0.02,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.2,
-        "min_response_length": 6,
-    },
+    EVERYTHING,
 ]
 PROMPT, RESPONSE = [1, 2, 2, 9], [3, 9, 3, 3, 5]
 
@@ -201,20 +202,11 @@ def test_logprobs_are_of_the_unmodified_distribution():
     generator = torch.Generator().manual_seed(5)
     logits = 2 * torch.randn(300, 40, generator=generator)
     before, seats = logits.clone(), torch.arange(300)
-    everything = {
-        "top_k": 9,
-        "top_p": 0.8,
-        "min_p": 0.05,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "min_response_length": 4,
-    }
-    for settings in ({}, everything):
-        sampler = seated(300, 40, prompt=[1, 2, 3], response=[4, 5], temperature=0.7, raw_logprobs=True, **settings)
+    for settings in ({"temperature": 0.8}, EVERYTHING):
+        sampler = seated(300, 40, prompt=[1, 2, 3], response=[4, 5], raw_logprobs=True, **settings)
         draw = sampler.draw(logits, seats)
         rows = torch.arange(300), draw.tokens
-        torch.testing.assert_close(draw.logprobs, (logits / 0.7).log_softmax(dim=-1)[rows])
+        torch.testing.assert_close(draw.logprobs, (logits / 0.8).log_softmax(dim=-1)[rows])
         torch.testing.assert_close(draw.raw_logprobs, logits.log_softmax(dim=-1)[rows])
         assert draw.logprobs.dtype == draw.raw_logprobs.dtype == torch.float32
     assert torch.equal(logits, before)
@@ -237,18 +229,7 @@ def test_greedy_takes_the_likeliest_after_penalties_and_gives_its_logprob_at_tem
     assert seated(1, 3, temperature=0.0, response=[2], min_response_length=1).draw(stop_is_best, seats).tokens.tolist() == [EOS]
 
 
-ALL_ON = {
-    "temperature": 0.9,
-    "top_k": 20,
-    "top_p": 0.95,
-    "min_p": 0.01,
-    "repetition_penalty": 1.2,
-    "presence_penalty": 0.2,
-    "frequency_penalty": 0.1,
-    "min_response_length": 5,
-    "stop_token_ids": [7, 17, 27],
-    "stop_strings": ["yz", "abc"],
-}
+ALL_ON = EVERYTHING | {"stop_token_ids": [7, 17, 27], "stop_strings": ["yz", "abc"]}
 
 
 def letters(ids: Sequence[int]) -> str:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-
 from fake_critic import Disk, FakeLink, FakeServer, token_batch, updated, value_batch
 
 from aligner.errors import RequestRejected, ServerError, ServerUnreachable

@@ -9,16 +9,12 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_triton import served
 
 from aligner.errors import ConfigError, ServerUnreachable

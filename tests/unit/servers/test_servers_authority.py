@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_triton import served
 
 from aligner.errors import ConfigError, ServerUnreachable

@@ -18,11 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_jobs import eventually
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-
 from fake_critic import Disk, FakeServer, updated, value_batch
+from training_jobs import eventually
 
 from aligner.errors import RequestRejected, ServerTimeout, ServerUnreachable
 from aligner.servers import wire

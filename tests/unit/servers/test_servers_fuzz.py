@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_triton import FakeTriton, served
 from malformed import MUTATIONS, Case, malformed, right_requests, send
 

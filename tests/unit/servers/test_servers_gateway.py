@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_jobs import eventually
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_triton import ENDPOINTS, LIMITS, FakeTriton, served
+from training_jobs import eventually
 
 from aligner.errors import ConfigError
 from aligner.servers import gateway, intake
