@@ -339,3 +339,21 @@ def send(port: int, case: Case, timeout_seconds: float = 10.0) -> tuple[int, byt
                 name, _, value = line.partition(b":")
                 length = int(value) if name.lower() == b"content-length" else length
             return status, stream.read(0 if case.method == "HEAD" else length)
+
+
+def hold(port: int, count: int, first: bytes = b"") -> list[socket.socket]:
+    """Connections that stay open, after these bytes."""
+    held = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(count)]
+    for connection in held:
+        connection.sendall(first)
+    return held
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.settimeout(0.0)
+    try:
+        return connection.recv(1 << 16, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False

@@ -7,15 +7,11 @@ import json
 import os
 import socket
 import stat
-import sys
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers"))
-
 from malformed import Case, malformed, send
 from toy_server import RUN, TRANSPORTS, ToyServer, toy_server
 
@@ -92,7 +88,7 @@ def test_a_server_among_strangers(transport: str, tmp_path: Path) -> None:
 
 
 def sent(port: int, secret: str) -> list[tuple[Case, tuple[int, bytes]]]:
-    """What became of a sample of the malformed requests; all of them are tried without Triton in test_servers_fuzz.py."""
+    """What became of a sample of the malformed requests; all of them are tried without Triton in test_servers_gateway.py."""
     cases = malformed(seed=7, count=100, secret=secret, endpoints=("critic_infer", "critic_train"))
     return [(case, send(port, case, timeout_seconds=30)) for case in cases]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fake_live_engine import KEY, ScriptedEngine, ask, chat, scripted, tokenizer_of, until
+from malformed import hold, is_open
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.endpoint import app
@@ -266,30 +267,17 @@ def test_a_client_that_does_not_read_is_dropped(tokenizer: Tokenizer, monkeypatc
         assert ask(endpoint, "/health", method="GET")[0] == 200
 
 
-def hold(endpoint: Endpoint, count: int, first: bytes = b"") -> list[socket.socket]:
-    held = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) for _ in range(count)]
-    for connection in held:
-        connection.sendall(first)
-    return held
-
-
-def is_open(connection: socket.socket) -> bool:
-    connection.settimeout(0.0)
-    try:
-        return connection.recv(1 << 16, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except ConnectionError:
-        return False
-
-
 def test_strangers_have_little_time_and_known_clients_few_seats(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "STRANGER_SECONDS", 0.3)
     request = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
     with scripted(tokenizer, lambda _: "fine", max_connections=3) as (endpoint, _):
-        known = hold(endpoint, 3, request)
+        known = hold(endpoint.port, 3, request)
         assert all(b" 200 " in connection.recv(1000) for connection in known)
-        strangers = [*hold(endpoint, 2), *hold(endpoint, 1, b"GET /v1 HT"), *hold(endpoint, 1, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")]
+        strangers = [
+            *hold(endpoint.port, 2),
+            *hold(endpoint.port, 1, b"GET /v1 HT"),
+            *hold(endpoint.port, 1, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"),
+        ]
         until(lambda: not any(map(is_open, strangers[:3])))
         assert all(map(is_open, known))
         status, headers, _ = ask(endpoint, "/v1/models", method="GET")

@@ -16,7 +16,6 @@ from fake_decoder import CONTEXT, EOS, PAGE, VOCAB, draws_alone, generation_of
 from aligner.errors import ConfigError, EngineError
 from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.builtin.sampling import STOP
-from aligner.rollout.builtin.scheduler import Counters, PagePool, Response, Scheduler
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
@@ -185,16 +184,6 @@ def test_a_cache_of_no_stated_size_grows_with_the_requests():
         results = {result.index: result for part in generation.run(Trickle(list(requests)), sampling, 3) for result in part}
         assert results == {request.index: alone(request, sampling, eos_id=10**6) for request in requests}
         assert generation.decoder.caches == sizes and generation.counters.preemptions == 0
-
-
-@pytest.mark.parametrize(("versions", "kept"), [([(0, 1)], 2), ([(0, 1), (2, 2)], 0)])
-def test_pages_of_a_turn_are_kept_for_the_next_one_unless_the_weights_changed_on_the_way(versions, kept):
-    pool = PagePool(4, page_size=2)
-    scheduler = Scheduler(pool, num_seats=1, chunk_tokens=8, counters=Counters())
-    request = GenRequest(index=0, tokens=(1, 2, 3), seed=0)
-    response = Response(arrival=0, request=request, limit=4, tokens=request.tokens, pages=pool.allocate(3), versions=versions)
-    scheduler.keep(response, [4, 5])
-    assert len(pool.find((1, 2, 3, 4, 6))) == kept
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,25 +18,14 @@ import tensorrt_llm_diff  # noqa: E402
 from fake_tensorrt_llm import installed  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
-from aligner.rollout.config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
+from aligner.rollout.config import Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.rollout.engine import EngineSampling, GenRequest  # noqa: E402
-from aligner.rollout.tensorrt_llm import contract as contracts  # noqa: E402
 from aligner.rollout.tensorrt_llm.contract import Contract, gate, known_versions, load  # noqa: E402
 from aligner.rollout.tensorrt_llm.requests import sampling_arguments, to_result  # noqa: E402
 from aligner.rollout.tensorrt_llm.worker import answer as answer_of  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 
 REQUEST = GenRequest(index=3, tokens=(5, 6), seed=2**63 + 11)
-
-
-def test_what_sleep_costs_is_the_contracts_to_say(monkeypatch):
-    lost = contracts.graphs_lost.__wrapped__  # without its cache
-    assert "(1.2.1) decodes without CUDA graphs" in lost(CudaGraphs.auto, offload=True)
-    assert lost(CudaGraphs.auto, offload=False) == lost(CudaGraphs.never, offload=True) == ""
-    recorded = load("1.2.1")
-    both = replace(recorded, rules=replace(recorded.rules, cuda_graphs_with_sleep=True))
-    monkeypatch.setattr(contracts, "load", lambda name: both)
-    assert lost(CudaGraphs.auto, offload=True) == ""
 
 
 def test_the_gate_knows_versions_without_importing_them(tmp_path):

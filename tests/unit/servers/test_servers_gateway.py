@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_triton import ENDPOINTS, LIMITS, FakeTriton, served
+from malformed import MUTATIONS, Case, hold, is_open, malformed, right_requests, send
 from training_jobs import eventually
 
 from aligner.errors import ConfigError
@@ -29,7 +31,8 @@ from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health
 from aligner.servers.kserve import HEADER_LENGTH, AnswerError, decode_response, encode_request
 
-ACCESS = Access("5e" * 32)
+SECRET = "5e" * 32
+ACCESS = Access(SECRET)
 INFER = "/v2/models/critic_infer/infer"
 TOKENS = {"tokens": np.array([[1, 2, 3]]), "sequence_lengths": np.array([[3]])}
 
@@ -92,6 +95,32 @@ def test_binary_and_json_mean_the_same(serving: Serving) -> None:
         wanted = {"inputs": texts, "parameters": {"binary_data_output": True}}
         status, headers, body = server.ask("POST", "/v2/models/reward_model/infer", json.dumps(wanted).encode())
         assert decode_response(headers[HEADER_LENGTH], body)["rewards"].tolist() == [[3.0]]
+
+
+def test_malformed_requests_are_refused(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
+    """1,200 of every kind; none gets as far as the queue."""
+    with serving() as server:
+        wrong, kinds = [], Counter()
+        for case in malformed(seed=1, count=1200, secret=SECRET):
+            status, content = send(server.gateway.port, case)
+            kinds[case.label.split()[1]] += 1
+            text = content.decode(errors="replace")
+            if status not in case.status or "Traceback" in text or "File" in text or len(text) > 1500:
+                wrong.append((case.label, status, text[:200]))
+            elif case.method != "HEAD" and text.startswith("{"):
+                assert json.loads(text)["error"]
+        assert not wrong, f"{len(wrong)} of 1200, such as {wrong[:5]}"
+        assert set(kinds) == {mutation.__name__ for mutation in MUTATIONS}
+        assert server.fake.answered == []  # none was queued
+        errors = capsys.readouterr().err
+        assert "Traceback" not in errors and SECRET not in errors
+
+        for endpoint, arrays in right_requests():
+            headers, body = encode_request(arrays, endpoint.output_names)
+            if endpoint.name != "critic_train":  # what is not in the queue is not answered by the fake either
+                case = Case("", f"/v2/models/{endpoint.name}/infer", {**headers, "Authorization": f"Bearer {SECRET}"}, body)
+                assert send(server.gateway.port, case)[0] == 200
+        assert server.fake.answered == ["critic_infer", "reward_model"]
 
 
 def test_large_requests_are_computed_beside_the_others(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,28 +223,10 @@ def test_bodies_have_a_size_and_a_time(serving: Serving) -> None:
         assert server.fake.answered == ["critic_infer"]
 
 
-def hold(server: Served, count: int, first: bytes = b"") -> list[socket.socket]:
-    """Connections that stay open, after these bytes."""
-    held = [socket.create_connection(("127.0.0.1", server.gateway.port), timeout=20) for _ in range(count)]
-    for connection in held:
-        connection.sendall(first)
-    return held
-
-
-def is_open(connection: socket.socket) -> bool:
-    connection.settimeout(0.0)
-    try:
-        return connection.recv(1 << 16, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except ConnectionError:
-        return False
-
-
 def test_connections_with_the_secret_are_limited(serving: Serving) -> None:
     header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())
     with serving(max_connections=3) as server:
-        held = hold(server, 3, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+        held = hold(server.gateway.port, 3, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         for connection in held:
             assert b" 200 " in connection.recv(1000)
         status, headers, body = server.ask("GET", "/v2")
@@ -231,7 +242,7 @@ def test_connections_with_the_secret_are_limited(serving: Serving) -> None:
 def test_a_flood_of_strangers_takes_no_place_from_the_run(serving: Serving, monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
     monkeypatch.setattr(gateway, "STRANGER_SECONDS", 60.0)
     with serving(max_connections=4) as server:
-        held = hold(server, 2 * gateway.STRANGERS, first)
+        held = hold(server.gateway.port, 2 * gateway.STRANGERS, first)
         assert server.infer()[0] == 200
         assert eventually(lambda: sum(map(is_open, held)) <= gateway.STRANGERS)
         for connection in held:
@@ -242,11 +253,11 @@ def test_strangers_have_little_time(serving: Serving, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gateway, "STRANGER_SECONDS", 0.2)
     header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())
     with serving() as server:
-        (known,) = hold(server, 1, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+        (known,) = hold(server.gateway.port, 1, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         assert b" 200 " in known.recv(1000)
-        (alive,) = hold(server, 1, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        (alive,) = hold(server.gateway.port, 1, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 200 " in alive.recv(1000)
-        strangers = [alive, *hold(server, 2), *hold(server, 1, b"GET /v2 HT")]
+        strangers = [alive, *hold(server.gateway.port, 2), *hold(server.gateway.port, 1, b"GET /v2 HT")]
         assert eventually(lambda: not any(map(is_open, strangers)))
         assert is_open(known)
         known.close()
@@ -291,7 +302,7 @@ def test_a_stranger_that_is_shown_out_before_it_is_looked_after_is_closed() -> N
 def test_whoever_has_a_wrong_secret_is_hung_up_on(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "STRANGER_SECONDS", 60.0)
     with serving() as server:
-        (stranger,) = hold(server, 1, b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 0\r\n\r\n")
+        (stranger,) = hold(server.gateway.port, 1, b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 0\r\n\r\n")
         answer = b""
         while part := stranger.recv(1000):
             answer += part
