@@ -87,31 +87,10 @@ def test_discounted_sums_by_hand_and_of_nothing():
     assert discounted_sums(torch.zeros(0, 100), 0.9).shape == (0, 100) and discounted_sums(torch.zeros(3, 0), 0.9).shape == (3, 0)
 
 
-def test_whiten_by_hand_over_the_whole_batch():
-    # masked: 1 2 3 6: mean 3, variance (4+1+0+9)/4 = 3.5, deviation 1.8708287
-    x = tensor([[NAN, 1.0, 2.0], [3.0, 6.0, 100.0]])
-    mask = tensor([[False, True, True], [True, True, False]])
-    close(whiten(x, mask), [[0, -1.0690450, -0.5345225], [0, 1.6035675, 0]])
-
-
 def test_whiten_of_equal_values_and_of_nothing():
     x = torch.full((2, 2), 3.0)
     assert not whiten(x, torch.ones(2, 2, dtype=torch.bool)).any()
     assert not whiten(x, torch.zeros(2, 2, dtype=torch.bool)).any()
-
-
-SCORES = tensor([1.0, 10.0, 2.0, 3.0, 14.0])
-GROUPS = tensor([7, 3, 7, 7, 3])  # prompt 7: 1 2 3; prompt 3: 10 14
-
-
-def test_group_advantages_by_hand():
-    # group 7: mean 2, sample deviation 1; group 3: mean 12, sample deviation sqrt(8) = 2.8284271
-    close(group_advantages(SCORES, GROUPS, normalize_std=True), [-1, -0.7071068, 0, 1, 0.7071068], atol=2e-6)
-    close(group_advantages(SCORES, GROUPS, normalize_std=False), [-1, -2, 0, 1, 2])
-
-
-def test_group_advantages_eps_is_added_to_the_deviation():
-    close(group_advantages(SCORES, GROUPS, normalize_std=True, eps=1.0), [-0.5, -0.5224078, 0, 0.5, 0.5224078])  # 2 / 3.8284271
 
 
 def test_equal_rewards_give_exactly_no_advantage():
@@ -119,11 +98,6 @@ def test_equal_rewards_give_exactly_no_advantage():
     scores, groups = torch.full((12,), 0.7), torch.full((12,), 5)
     assert group_advantages(scores, groups, normalize_std=True).tolist() == [0.0] * 12
     assert rloo_advantages(scores, groups).tolist() == [0.0] * 12
-
-
-def test_rloo_by_hand():
-    # 1 - 2.5, 10 - 14, 2 - 2, 3 - 1.5, 14 - 10
-    close(rloo_advantages(SCORES, GROUPS), [-1.5, -4, 0, 1.5, 4])
 
 
 @pytest.mark.parametrize("advantages", [lambda s, g: group_advantages(s, g, normalize_std=True), rloo_advantages])

@@ -108,14 +108,6 @@ def test_kl_in_the_reward_of_group_estimators_is_that_of_the_whole_response():
     close(found(Estimator.reinforce_pp_baseline, rewards), whitened(returns))
 
 
-def test_process_rewards_count_from_their_token_on():
-    # a step's reward of 1 on the second token of row 1, and its outcome of 10
-    rewards = outcome_rewards(SCORES, MASK)
-    rewards[1, 2] += 1.0
-    assert found(Estimator.reinforce, rewards)[1].tolist() == [0, 11, 11, 10]
-    assert found(Estimator.rloo, rewards)[1].tolist() == [0, -3, -3, -3]
-
-
 @pytest.mark.parametrize("estimator", list(Estimator))
 def test_rows_without_a_reward_take_part_in_nothing(estimator):
     """Whatever they hold, the others have what they would have alone; so has a row that is then alone in its group."""
@@ -161,8 +153,3 @@ def test_what_stands_outside_the_mask_changes_nothing(estimator):
 def test_what_cannot_be_is_named(estimator, options, named):
     with pytest.raises(ValueError, match=named):
         found(estimator, **options)
-
-
-def test_rows_of_groups_are_not_counted_without_the_groups():
-    with pytest.raises(ValueError, match="group_ids is needed"):
-        counted_rows(Estimator.grpo, None, torch.ones(4, dtype=torch.bool))

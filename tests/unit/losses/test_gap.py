@@ -21,9 +21,12 @@ def on_tokens(numbers) -> torch.Tensor:
     return torch.full((2, 5), 7.0).masked_scatter(MASK, torch.as_tensor(numbers, dtype=torch.float32))
 
 
+OLD = on_tokens([-1.0, -2.0, -0.5, -3.0, -1.5])
+ENGINE = OLD - torch.zeros(2, 5).masked_scatter(MASK, torch.tensor([3.0, 0.25, 1.5, 1.0, 1.0]).log())  # weights 3, 1/4 | 3/2, 1, 1
+
+
 def reported(gaps=GAPS, mask=MASK) -> dict[str, float]:
-    old = on_tokens([-1.0, -2.0, -0.5, -3.0, -1.5])
-    return values(gap_metrics(old, old - torch.zeros(2, 5).masked_scatter(MASK, torch.tensor(gaps)), mask))
+    return values(gap_metrics(OLD, OLD - torch.zeros(2, 5).masked_scatter(MASK, torch.tensor(gaps)), mask))
 
 
 def test_distribution_and_kl_by_hand() -> None:
@@ -72,6 +75,34 @@ def test_a_correction_reports_the_weights_of_its_level() -> None:
     assert got["rollout/corrected_fraction"] == pytest.approx(2 / 5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "level", "factors", "corrected"),
+    [
+        (Correction.none, Level.token, [1, 1, 1, 1, 1], 0),
+        (Correction.tis, Level.token, [2, 0.25, 1.5, 1, 1], 1),
+        (Correction.icepop, Level.token, [0, 0, 1.5, 1, 1], 2),
+        (Correction.mis, Level.token, [0, 0, 1, 1, 1], 2),
+        (Correction.tis, Level.sequence, [0.75, 0.75, 1.5, 1.5, 1.5], 0),
+        (Correction.icepop, Level.sequence_mean, [0.75**0.5] * 2 + [1.5 ** (1 / 3)] * 3, 0),
+    ],
+)
+def test_correction_by_hand(kind, level, factors, corrected):
+    got, metrics = correction_weights(OLD, ENGINE, MASK, CorrectionConfig(kind=kind, level=level))
+    assert got[MASK].tolist() == pytest.approx(factors)
+    assert metrics["rollout/corrected_fraction"].value() == pytest.approx(corrected / 5)
+    if level is Level.token:
+        assert metrics["rollout/importance_weight"].value() == pytest.approx(6.75 / 5)
+        assert metrics["rollout/importance_weight_max"].value() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("kind", list(Correction))
+def test_the_correction_has_no_gradient(kind):
+    """It weighs what was sampled; through w = exp(old - engine) the policy would learn to move the weights instead."""
+    old = OLD.clone().requires_grad_()
+    factors, metrics = correction_weights(old, ENGINE, MASK, CorrectionConfig(kind=kind))
+    assert not factors.requires_grad and not any(getattr(metric, "total", OLD).requires_grad for metric in metrics.values())
+
+
 def test_a_loss_with_the_gap_of_rows_that_were_sampled():
     tokens, mask = torch.tensor([[5, 6, 7]]), torch.tensor([[False, True, True]])
     rows = {"tokens": tokens, "lengths": torch.tensor([3]), "loss_mask": mask}
@@ -80,14 +111,6 @@ def test_a_loss_with_the_gap_of_rows_that_were_sampled():
     assert watched.total == 4 and watched.count == 2
     assert values(watched.metrics)["rollout/logprob_gap"] == pytest.approx(0.75)  # (0.5 + 1) / 2
     assert "rollout/logprob_gap" not in with_gap(sft_loss)(outputs, LabeledBatch(**rows)).metrics
-
-
-def test_the_gap_of_a_pass_without_logprobs_is_refused_by_name():
-    tokens, mask = torch.tensor([[5, 6]]), torch.tensor([[False, True]])
-    batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([2]), loss_mask=mask, rollout_logprobs=torch.zeros(1, 2))
-
-    def loss(outputs: TokenOutputs, batch: LabeledBatch) -> LossOutput:
-        return LossOutput(total=torch.zeros(()), count=torch.tensor(1), metrics={})
-
+    without = with_gap(lambda *_: LossOutput(total=torch.zeros(()), count=torch.tensor(1), metrics={}))
     with pytest.raises(ValueError, match="TokenOutputs.logprobs is needed"):
-        with_gap(loss)(TokenOutputs(), batch)
+        without(TokenOutputs(), LabeledBatch(**rows, rollout_logprobs=torch.zeros(1, 3)))

@@ -8,13 +8,13 @@ import torch
 from torch import tensor
 
 from aligner.losses.preference import DPOVariant, LogRatios, dpo_loss, log_odds, pair_losses
-from aligner.telemetry.metrics import values
 from aligner.types import PreferenceBatch, TokenOutputs
 
 # beta 0.5: two pairs with c = 2, r = -1 (beta D = 1.5) and c = -1, r = 1 (beta D = -1); g = 2 and 1.
 GIVEN = {"margins": tensor([1.0, 0.5], dtype=torch.float64), "beta": 0.5, "eta": 2.0}
 CHOSEN, REJECTED = tensor([2.0, -1.0], dtype=torch.float64), tensor([-1.0, 1.0], dtype=torch.float64)
 EXPECTED = [
+    ("robust", {"smoothing": 0.1}, 0.0139132780, 1.4382616875),  # 0.1 / 0.8 * 1.5 less, 0.125 more
     ("cpo", {}, 0.2014132780, 1.3132616875),  # log(1 + exp(-1.5)), log(1 + e)
     ("simpo", {"gamma": 0.25}, 0.2519290813, 1.5019290813),  # log(1 + exp(-1.25)), log(1 + exp(1.25))
     ("simpo", {"gamma": 0.25, "smoothing": 0.1}, 0.3769290813, 1.3769290813),  # 0.1 * 1.25 more, 0.1 * 1.25 less
@@ -41,7 +41,7 @@ def test_by_hand(variant, settings, first, second):
 
 
 def test_every_loss_is_worked_out_somewhere():
-    in_other_file = {"sigmoid", "robust", "ipo", "hinge"}  # test_preference_loss.py
+    in_other_file = {"sigmoid", "ipo", "hinge"}  # test_preference_loss.py
     assert {variant.value for variant in DPOVariant} == in_other_file | {"orpo"} | {name for name, *_ in EXPECTED}
 
 
@@ -65,36 +65,6 @@ def test_log_odds_near_certainty():
     assert log_odds(certain).isfinite().all() and certain.grad.isfinite().all()
 
 
-# d loss / dc and d loss / dr of the first pair where they are not equal and opposite, by hand.
-SLOPES = {
-    "sppo": (2.0, 0.0),  # 2 (c - 1), 2 (r + 1)
-    "bco": (-0.5 * 0.2689414214, 0.5 * 0.3775406688),  # -beta sigma(-beta c), beta sigma(beta r)
-    "nca": (-0.5 * 0.2689414214 + 0.25 * 0.7310585786, 0.25 * 0.3775406688),
-    "apo_zero": (-0.5 * 0.7310585786 * 0.2689414214, 0.5 * 0.3775406688 * 0.6224593312),
-    "apo_down": (0.5 * (0.7310585786 * 0.2689414214 - 0.8175744762 * 0.1824255238), 0.5 * 0.8175744762 * 0.1824255238),
-}
-
-
-def test_dpop_pulls_a_chosen_response_up_that_fell_below_the_reference():
-    """c = -1: the slope in c is -beta (1 + dpop_coef) sigma(2.5), in r beta sigma(2.5); above the reference it is DPO's."""
-    chosen, rejected = CHOSEN.clone().requires_grad_(), REJECTED.clone().requires_grad_()
-    losses("dpop", chosen, rejected, dpop_coef=3.0).sum().backward()
-    pull, plain = 1 / (1 + math.exp(-2.5)), 1 / (1 + math.exp(1.5))
-    torch.testing.assert_close(chosen.grad, tensor([-0.5 * plain, -2 * pull], dtype=torch.float64))
-    torch.testing.assert_close(rejected.grad, tensor([0.5 * plain, 0.5 * pull], dtype=torch.float64))
-
-
-@pytest.mark.parametrize(("variant", "optimum"), [("rpo_bwd_kl", 4.0), ("rpo_fwd_kl", 4.0), ("rpo_sq", 4.0), ("ipo", 1.0)])
-def test_where_losses_with_a_goal_are_at_rest(variant, optimum):
-    """beta D = g = 2, so D = 4; of IPO D = 1 / (2 beta). Further apart they pull back: nothing runs away."""
-    rest, beyond = (tensor([d], dtype=torch.float64, requires_grad=True) for d in (optimum, optimum + 1))
-    at_rest = losses(variant, rest, torch.zeros(1), margins=tensor([1.0], dtype=torch.float64))
-    at_rest.backward()
-    assert abs(at_rest.item()) < 1e-12 and abs(rest.grad.item()) < 1e-12
-    losses(variant, beyond, torch.zeros(1), margins=tensor([1.0], dtype=torch.float64)).backward()
-    assert beyond.grad.item() > 0.01
-
-
 @pytest.mark.parametrize("variant", list(DPOVariant))
 def test_far_log_ratios_stay_finite(variant):
     for far in (1e4, -1e4):
@@ -115,24 +85,6 @@ def run(batch=BATCH, **settings):
     result = dpo_loss(TokenOutputs(logprobs=logprobs), batch, **settings)
     result.total.backward()
     return result, logprobs.grad
-
-
-def test_simpo_is_of_means_without_a_reference():
-    """beta 2, gamma 1: 2 * 1.5 - 1 = 2. The slope of a token is 1 / its response's length."""
-    result, gradient = run(beta=2.0, gamma=1.0, variant=DPOVariant.simpo)
-    assert result.total.item() == pytest.approx(math.log1p(math.exp(-2)))
-    pull = 2 / (1 + math.exp(2))
-    torch.testing.assert_close(gradient, tensor([[-pull / 2], [pull / 3]], dtype=torch.float64) * MASK)
-    assert values(result.metrics)["preference/chosen_reward"] == pytest.approx(-2.0)
-    reference = replace(BATCH, ref_logprobs=torch.full((2, 4), -7.0))
-    assert run(reference, beta=2.0, gamma=1.0, variant=DPOVariant.simpo)[0].total == result.total  # where there is one it is not read
-
-
-def test_orpo_is_of_means_with_the_supervised_term():
-    """Odds of exp(-1) and exp(-2.5): 0.5819767 and 0.0894254; 0.5 * log(1 + 0.0894254 / 0.5819767) + 1."""
-    result, _ = run(beta=0.5, variant=DPOVariant.orpo)
-    assert result.total.item() == pytest.approx(0.5 * math.log1p(0.0894254 / 0.5819767) + 1, abs=1e-6)
-    assert values(result.metrics)["preference/sft_loss"] == pytest.approx(1.0)
 
 
 def test_rpo_learns_how_much_better_a_response_is():

@@ -16,7 +16,6 @@ from aligner.losses.correction import Correction, CorrectionConfig, Level
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.policy import Objective, policy_loss
 from aligner.types import PolicyBatch, TokenOutputs
-from aligner.types.rows import take_rows
 
 trl = pytest.importorskip("trl", reason="parity with TRL needs trl 1.16, which the `dev` extra installs on Python 3.11 and later")
 
@@ -64,7 +63,7 @@ class Given(SimpleNamespace):
             multi_objective_aggregation="sum_then_normalize",
             num_generations=GROUP,
             max_completion_length=10,
-            current_gradient_accumulation_steps=args["gradient_accumulation_steps"],
+            current_gradient_accumulation_steps=1,
             use_vllm=False,
             vllm_importance_sampling_correction=True,
             vllm_importance_sampling_mode="token_truncate",
@@ -118,9 +117,9 @@ def scored(trainer, given):
     return trainer._generate_and_score_completions(given, [{"prompt": "ab"}] * ROWS)
 
 
-def theirs(trainer, given, inputs, new=NEW):
+def theirs(trainer, given, inputs):
     """(loss, its gradient on every token [B, T]) of TRL."""
-    logprobs = new.clone().requires_grad_()
+    logprobs = NEW.clone().requires_grad_()
     loss = trainer._compute_loss(given, SimpleNamespace(logprobs=logprobs), inputs)
     loss.backward()
     return loss.item(), logprobs.grad
@@ -143,18 +142,15 @@ def batch(advantages):
     )
 
 
-def ours(advantages, new=NEW, parts=1, **options):
-    """(loss, its gradient on every token [B, T]) of this project, its sums taken over `parts` micro-batches."""
-    logprobs = new.clone().requires_grad_()
-    whole, total, count = batch(advantages), 0.0, 0
-    for start in range(0, ROWS, ROWS // parts):
-        rows = slice(start, start + ROWS // parts)
-        outputs = TokenOutputs(logprobs=on_prompt(logprobs)[rows], entropy=on_prompt(ENTROPY)[rows])
-        settings = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "aggregation": Aggregation.sequence_mean} | options
-        result = policy_loss(outputs, take_rows(whole, rows), **settings)
-        total, count = total + result.total, count + result.count
-    (total / count).backward()
-    return (total / count).item(), logprobs.grad
+def ours(advantages, **options):
+    """(loss, its gradient on every token [B, T]) of this project."""
+    logprobs = NEW.clone().requires_grad_()
+    outputs = TokenOutputs(logprobs=on_prompt(logprobs), entropy=on_prompt(ENTROPY))
+    settings = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "aggregation": Aggregation.sequence_mean} | options
+    result = policy_loss(outputs, batch(advantages), **settings)
+    loss = result.total / result.count
+    loss.backward()
+    return loss.item(), logprobs.grad
 
 
 def same(left, right):
@@ -223,24 +219,6 @@ def test_correction_of_the_gap_between_engine_and_trainer(mode):
     same(corrected, theirs(trl.GRPOTrainer, given, inputs))
     plain = ours(advantages, kl_coef=0.1)
     assert (corrected[1] - plain[1]).abs().max() > 1e-3  # there was something to correct
-
-
-@pytest.mark.parametrize(("loss_type", "options"), [("grpo", {}), ("dapo", TOKEN_MEAN), ("dr_grpo", CONSTANT)])
-def test_two_micro_batches(loss_type, options):
-    """TRL accumulates two micro-batches into one update; ours is the same however its sums are taken."""
-    given = GivenGRPO(LOSS_REWARDS, loss_type=loss_type, steps_per_generation=2, gradient_accumulation_steps=2)
-    inputs = scored(trl.GRPOTrainer, given)
-    halves = []
-    for rows in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS)):
-        part = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
-        part["old_per_token_logps"] = OLD[rows]
-        half = GivenGRPO(LOSS_REWARDS, loss_type=loss_type, steps_per_generation=2, gradient_accumulation_steps=2)
-        half._get_per_token_logps_and_entropies = lambda model, *_, rows=rows, **__: (model.logprobs, ENTROPY[rows], None)
-        halves.append(theirs(trl.GRPOTrainer, half, part, new=NEW[rows]))
-    summed = (halves[0][0] + halves[1][0], torch.cat([halves[0][1], halves[1][1]]))
-    advantages = on_prompt(inputs["advantages"][:, None] * MASK)
-    for parts in (1, 2, 4):
-        same(ours(advantages, parts=parts, **options), summed)
 
 
 @pytest.mark.parametrize(
