@@ -12,6 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+BREAKS = 0  # in place of a status: the connection ends without an answer
+
 
 @dataclass
 class Refusal:
@@ -51,7 +53,9 @@ class JudgeServer:
         finally:
             self._now -= 1
         if isinstance(said, Refusal):
-            return web.Response(status=said.status, text=said.body, headers=said.headers)
+            if said.status == BREAKS:
+                request.transport.close()
+            return web.Response(status=said.status or 200, text=said.body, headers=said.headers)
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         return web.json_response({"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage})
@@ -68,6 +72,7 @@ def judge_server(reply: Reply) -> Iterator[JudgeServer]:
 
     async def start() -> web.AppRunner:
         app = web.Application()
+        app.router.add_post("/v1", server.answer)  # of rewards
         app.router.add_post("/v1/chat/completions", server.answer)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()

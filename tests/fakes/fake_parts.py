@@ -41,6 +41,19 @@ def rollout(of: Prompt, *response: int, seed: int = 0) -> Rollout:
     return Rollout(prompt=of, response=response, logprobs=logprobs, finish_reason=reason, policy_version=0, seed=seed)
 
 
+def written(response: str, number: int = 0, *, version: int = 0, reward: float | None = None, **of_prompt: Any) -> Rollout:
+    """A response of one token per character, to a prompt with these fields."""
+    own = Prompt(**{"id": number, "tokens": (65,), "source": f"train.jsonl:{number + 1}"} | of_prompt)
+    tokens = tuple(map(ord, response))
+    logprobs, reason = (0.0,) * len(tokens), FinishReason.stop
+    return Rollout(prompt=own, response=tokens, logprobs=logprobs, finish_reason=reason, policy_version=version, seed=number, reward=reward)
+
+
+def characters(tokens: Sequence[int]) -> str:
+    """What `written` has made tokens of."""
+    return "".join(map(chr, tokens))
+
+
 class FakeEngine:
     """Answers prompt `p` and seed `s` with (p's id + 1) tokens 7 and EOS; the last prompt first, two at a time.
 

@@ -7,33 +7,25 @@ from functools import partial
 
 import pytest
 import torch
+from fake_parts import characters, written
 
 from aligner.environments.exchange import EnvironmentReward
 from aligner.rewards.compose import Part, WeightedReward
 from aligner.rewards.config import OnError
 from aligner.rewards.forms import Factory, OnSamples, columns_read
 from aligner.rewards.local import FunctionReward, RewardError
-from aligner.types import FinishReason, Prompt, Rollout
+from aligner.types import Rollout
 
 TURNS = ({"role": "user", "content": "q"},)
 
 
 def rollout(response: str, *, messages=(), reward=None, **columns) -> Rollout:
-    tokens, ends = tuple(map(ord, response)), FinishReason.stop
-    prompt = Prompt(id=0, tokens=(1,), source="d:1", text="<q>", answer=columns.get("answer"), columns=columns, messages=messages)
-    return Rollout(
-        prompt=prompt,
-        response=tokens,
-        logprobs=(0.0,) * len(tokens),
-        finish_reason=ends,
-        policy_version=7,
-        seed=0,
-        reward=reward,
-    )
+    of_prompt = {"text": "<q>", "answer": columns.get("answer"), "columns": columns, "messages": messages}
+    return written(response, version=7, reward=reward, **of_prompt)
 
 
 def model(function, on_error=OnError.stop) -> FunctionReward:
-    return FunctionReward(function, lambda ids: "".join(map(chr, ids)), 20.0, name="f", on_error=on_error)
+    return FunctionReward(function, characters, 20.0, name="f", on_error=on_error)
 
 
 def score(function, *rollouts, on_error=OnError.stop):

@@ -5,32 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
-from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import re
 
 import pytest
 import torch
+from fake_parts import characters, done, failed, written
+from judge_server import BREAKS, JudgeServer, Refusal, judge_server
 
 from aligner.errors import ConfigError, ServerTimeout
 from aligner.rewards.chat_client import EndpointRefused
 from aligner.rewards.compose import Part, WeightedReward, composed_reward, endpoint_function, formula
 from aligner.rewards.config import NamedRewardConfig, OnError, check_parts
 from aligner.rewards.local import RewardError
-from aligner.types import FinishReason, Prompt, Rollout, Scores
+from aligner.types import Scores
 
-
-def decode(tokens):
-    return "".join(map(chr, tokens))
-
-
-def rollout(i, response):
-    tokens = tuple(map(ord, response))
-    prompt = Prompt(id=i, tokens=(65,), source=f"train.jsonl:{i + 1}", answer=str(i))
-    return Rollout(prompt=prompt, response=tokens, logprobs=(0.0,) * len(tokens), finish_reason=FinishReason.stop, policy_version=0, seed=i)
-
-
-ROLLOUTS = [rollout(0, "one"), rollout(1, "two"), rollout(2, "three")]
+ROLLOUTS = [written(text, number, answer=str(number)) for number, text in enumerate(("one", "two", "three"))]
 
 
 class Fixed:
@@ -38,12 +27,8 @@ class Fixed:
 
     def __init__(self, *rewards, valid=None, error=None):
         self.closed = False
-        self._scores: Future = Future()
-        if error is not None:
-            self._scores.set_exception(error)
-        else:
-            mask = torch.tensor(valid) if valid else torch.ones(len(rewards), dtype=torch.bool)
-            self._scores.set_result(Scores(rewards=torch.tensor(rewards), valid=mask))
+        mask = torch.tensor(valid) if valid else torch.ones(len(rewards), dtype=torch.bool)
+        self._scores = failed(error) if error else done(Scores(rewards=torch.tensor(rewards), valid=mask))
 
     def score(self, rollouts):
         return self._scores
@@ -120,7 +105,7 @@ def test_parts_are_scored_at_the_same_time(tmp_path):
     )
     configs = {"one": NamedRewardConfig(path=f"{file}:one"), "two": NamedRewardConfig(path=f"{file}:two", weight=0.1)}
     assert formula(configs) == "one + 0.1 two"
-    reward = composed_reward(configs, decode)
+    reward = composed_reward(configs, characters)
     assert reward.score(ROLLOUTS).result(60).rewards.tolist() == pytest.approx([1.3, 1.3, 1.5])
     reward.close()
 
@@ -128,14 +113,14 @@ def test_parts_are_scored_at_the_same_time(tmp_path):
 def test_an_error_names_part_function_and_sample(tmp_path):
     file = tmp_path / "bad.py"
     file.write_text("def reward(p, r, a):\n    return [{'one': 1, 'three': 2}[x] for x in r]\n")
-    reward = composed_reward({"form": NamedRewardConfig(path=f"{file}:reward")}, decode)
+    reward = composed_reward({"form": NamedRewardConfig(path=f"{file}:reward")}, characters)
     with pytest.raises(RewardError, match=r"reward form: reward function .*bad.py:reward raised KeyError: 'two'.* \(prompt train.jsonl:2"):
         reward.score(ROLLOUTS).result(60)
     reward.close()
 
 
 def test_a_served_part():
-    reward = composed_reward({"judge": NamedRewardConfig(served=True, weight=2.0)}, decode, Fixed(1.0, 2.0, 3.0))
+    reward = composed_reward({"judge": NamedRewardConfig(served=True, weight=2.0)}, characters, Fixed(1.0, 2.0, 3.0))
     assert reward.score(ROLLOUTS).result(60).rewards.tolist() == [2.0, 4.0, 6.0]
     reward.close()
 
@@ -168,95 +153,62 @@ def test_bad_sets_of_parts():
         check_parts({"one": NamedRewardConfig(served=True), "two": NamedRewardConfig(served=True)})
 
 
-@pytest.fixture
-def endpoint():
-    """(url, list of (headers, request) received, list of answers to give: (status, body); the last one is given again and again)."""
-    received, answers = [], []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            received.append((dict(self.headers), request))
-            status, body = answers[0] if len(answers) == 1 else answers.pop(0)
-            if status is None:  # the connection breaks
-                self.close_connection = True
-                return
-            text = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/score", received, answers
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+def rewarding(*rewards) -> Refusal:
+    """An endpoint's good answer."""
+    return Refusal(200, json.dumps({"rewards": rewards}))
 
 
-def test_an_endpoint(endpoint, monkeypatch):
-    url, received, answers = endpoint
+def asked(server: JudgeServer, timeout_seconds: float = 20.0):
+    return asyncio.run(endpoint_function(server.url, timeout_seconds)(["p"], ["r"], [None]))
+
+
+def test_an_endpoint(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "t0p")
-    answers.append((200, {"rewards": [0.5, 1]}))
-    reward = composed_reward({"judge": NamedRewardConfig(url=url, token_variable="JUDGE_TOKEN")}, decode)
-    assert reward.score(ROLLOUTS[:2]).result(60).rewards.tolist() == [0.5, 1]
-    reward.close()
-    headers, request = received[0]
-    assert request == {"prompts": ["A", "A"], "responses": ["one", "two"], "answers": ["0", "1"]}
-    assert headers["Authorization"] == "Bearer t0p" and headers["Content-Type"] == "application/json"
+    with judge_server(lambda body: rewarding(0.5, 1)) as server:
+        reward = composed_reward({"judge": NamedRewardConfig(url=server.url, token_variable="JUDGE_TOKEN")}, characters)
+        assert reward.score(ROLLOUTS[:2]).result(60).rewards.tolist() == [0.5, 1]
+        reward.close()
+    assert server.requests == [{"prompts": ["A", "A"], "responses": ["one", "two"], "answers": ["0", "1"]}]
+    assert server.keys == ["Bearer t0p"]
     with pytest.raises(ConfigError, match="reward.functions.judge.token_variable=NO_SUCH_TOKEN: this environment variable is not set"):
-        composed_reward({"judge": NamedRewardConfig(url=url, token_variable="NO_SUCH_TOKEN")}, decode)
+        composed_reward({"judge": NamedRewardConfig(url=server.url, token_variable="NO_SUCH_TOKEN")}, characters)
 
 
-def test_an_endpoint_that_is_busy_or_breaks_is_asked_again(endpoint):
-    url, received, answers = endpoint
-    answers += [(503, "later"), (None, None), (200, {"rewards": [1.0]})]
-    assert asyncio.run(endpoint_function(url, 20.0)(["p"], ["r"], [None])) == [1.0]
-    assert len(received) == 3
+def test_an_endpoint_that_is_busy_or_breaks_is_asked_again():
+    answers = iter([Refusal(503), Refusal(BREAKS), rewarding(1.0)])
+    with judge_server(lambda body: next(answers)) as server:
+        assert asked(server) == [1.0]
+    assert len(server.requests) == 3
 
 
-def test_an_endpoint_that_never_answers_well(endpoint):
-    url, received, answers = endpoint
-    answers.append((500, b"stack trace" + b"x" * 1000))
-    with pytest.raises(EndpointRefused, match=r"answered status 500: 'stack tracex+\.\.\.'"):
-        asyncio.run(endpoint_function(url, 20.0)(["p"], ["r"], [None]))
-    assert len(received) == 1  # its own error would come again
-    answers[:] = [(503, b"busy")]
-    with pytest.raises(EndpointRefused, match=r"gave no answer in \d attempts \(timeout_seconds=0.3\); the last: status 503: .*busy"):
-        asyncio.run(endpoint_function(url, 0.3)(["p"], ["r"], [None]))
-    for body, text in (
-        (b"<html>", "answered without rewards: '<html>'"),
-        ({"scores": [1]}, "answered without rewards"),
-        ([1.0], "answered without rewards"),
-    ):
-        answers[:] = [(200, body)]
-        with pytest.raises(EndpointRefused, match=text):
-            asyncio.run(endpoint_function(url, 20.0)(["p"], ["r"], [None]))
-
-
-def test_nothing_listens():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    port = server.server_port
-    server.server_close()
+def test_an_endpoint_that_never_answers_well():
+    with judge_server(lambda body: Refusal(500, "stack trace" + "x" * 1000)) as server:
+        with pytest.raises(EndpointRefused, match=r"answered status 500: 'stack tracex+\.\.\.'"):
+            asked(server)
+    assert len(server.requests) == 1  # its own error would come again
+    with judge_server(lambda body: Refusal(503, "busy")) as server:
+        with pytest.raises(EndpointRefused, match=r"gave no answer in \d attempts \(timeout_seconds=0.3\); the last: status 503: .*busy"):
+            asked(server, 0.3)
     with pytest.raises(EndpointRefused, match=r"gave no answer in \d attempts \(timeout_seconds=0.3\); the last: .*Connect call failed"):
-        asyncio.run(endpoint_function(f"http://127.0.0.1:{port}/", 0.3)(["p"], ["r"], [None]))
+        asked(server, 0.3)  # nothing listens there any more
 
 
-def test_the_wrong_number_of_rewards_from_an_endpoint_names_the_sample(endpoint):
-    url, _, answers = endpoint
-    answers.append((200, {"rewards": [1.0, None, 2.0]}))
-    reward = composed_reward({"judge": NamedRewardConfig(url=url)}, decode)
-    with pytest.raises(
-        RewardError,
-        match=r"reward judge: .* reward.functions.judge.url=http://.* returned None \(NoneType\), expected a number.*train.jsonl:2",
-    ):
-        reward.score(ROLLOUTS).result(60)
-    answers[:] = [(200, {"rewards": [1.0]})]
-    with pytest.raises(RewardError, match="returned 1 numbers for 3 responses"):
-        reward.score(ROLLOUTS).result(60)
-    reward.close()
+@pytest.mark.parametrize("body", ["<html>", '{"scores": [1]}', "[1.0]"])
+def test_an_endpoint_that_answers_without_rewards(body):
+    with judge_server(lambda _: Refusal(200, body)) as server:
+        with pytest.raises(EndpointRefused, match=f"answered without rewards: {re.escape(repr(body))}"):
+            asked(server)
+
+
+def test_the_wrong_number_of_rewards_from_an_endpoint_names_the_sample():
+    answers = iter([rewarding(1.0, None, 2.0), rewarding(1.0)])
+    with judge_server(lambda body: next(answers)) as server:
+        reward = composed_reward({"judge": NamedRewardConfig(url=server.url)}, characters)
+        with pytest.raises(
+            RewardError,
+            match=r"reward judge: .* reward.functions.judge.url=http://.* returned None \(NoneType\), expected a number.*train.jsonl:2",
+        ):
+            reward.score(ROLLOUTS).result(60)
+        with pytest.raises(RewardError, match="returned 1 numbers for 3 responses"):
+            reward.score(ROLLOUTS).result(60)
+        reward.close()

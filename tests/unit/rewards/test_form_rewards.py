@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from fake_parts import written
 
 from aligner.errors import ConfigError
 from aligner.rewards import length
-from aligner.rewards.builtin import fixed_string, keywords
+from aligner.rewards.builtin import keywords
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rewards.format import pattern, sections
 from aligner.rewards.forms import OnSamples, Sample
 from aligner.rewards.load import build_reward_function
-from aligner.types import FinishReason, Prompt, Rollout
 
 
 def texts(function, *responses):
@@ -20,15 +20,7 @@ def texts(function, *responses):
 
 def samples(function: OnSamples, *responses):
     """Each response is one token per character."""
-    found = []
-    for text in responses:
-        prompt = Prompt(id=0, tokens=(1,), source="f:1")
-        tokens = tuple(map(ord, text))
-        rollout = Rollout(
-            prompt=prompt, response=tokens, logprobs=(0.0,) * len(tokens), finish_reason=FinishReason.stop, policy_version=0, seed=0
-        )
-        found.append(Sample(prompt="", response=text, answer=None, source="f:1", rollout=rollout))
-    return function(found)
+    return function([Sample(prompt="", response=text, answer=None, source="f:1", rollout=written(text)) for text in responses])
 
 
 def test_sections_in_full():
@@ -88,9 +80,3 @@ def test_lengths():
 def test_bad_arguments(make, text):
     with pytest.raises(ValueError, match=text):
         make()
-
-
-def test_a_factory_without_its_arguments_says_which():
-    with pytest.raises(ConfigError, match="fixed_string' cannot be made from arguments {}: .*'target'"):
-        build_reward_function(RewardFunctionConfig(path="aligner.rewards.builtin:fixed_string"))
-    assert texts(fixed_string(target="x"), "axb", "b") == [1, 0]

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_parts import written
 
 from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rewards.local import FunctionReward, RewardError, function_reward
 from aligner.settings.user_code import was_calling
-from aligner.types import FinishReason, Prompt, Rollout
 
 END = 0
 
@@ -26,9 +26,7 @@ def decode(tokens):
 
 
 def rollout(i, response, text="", answer=None):
-    tokens = tuple(map(ord, response)) + (END,)
-    prompt = Prompt(id=i, tokens=tuple(map(ord, f"ask {i}")), source=f"train.jsonl:{i + 1}", text=text, answer=answer)
-    return Rollout(prompt=prompt, response=tokens, logprobs=(0.0,) * len(tokens), finish_reason=FinishReason.stop, policy_version=0, seed=i)
+    return written(response + chr(END), i, tokens=tuple(map(ord, f"ask {i}")), text=text, answer=answer)
 
 
 ROLLOUTS = [rollout(0, "one", answer="1"), rollout(1, "two", text="a prompt"), rollout(2, "x" * 500)]
@@ -218,7 +216,7 @@ def test_a_process_that_dies_says_in_which_function(tmp_path):
         "import ctypes, sys, pathlib\n"
         "from aligner.settings import user_code\n"
         "from aligner.rewards.local import FunctionReward\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
         "from test_function_reward import ROLLOUTS, decode\n"
         f"path = pathlib.Path({str(path)!r})\n"
         "user_code.record_in(path)\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 
@@ -107,7 +106,3 @@ def test_long_texts_are_read_once(prompt, monkeypatch):
             assert Counted.copied <= 3 * len(text), unit
     for mark in MARKS[:4]:
         split_reasoning(mark + "x" + mark * 200_000, prompt)  # would not end if it were quadratic
-
-
-def test_no_mark_begins_another_ones_reading():
-    assert all(re.fullmatch(reasoning._MARK, mark) for mark in (*reasoning._PAIRS, *reasoning._PAIRS.values()))

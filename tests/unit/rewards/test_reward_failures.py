@@ -7,32 +7,19 @@ import threading
 
 import pytest
 import torch
+from fake_parts import characters, written
 
 from aligner.rewards import local
 from aligner.rewards.config import OnError, RewardFunctionConfig
 from aligner.rewards.forms import Factory, OnSamples
 from aligner.rewards.load import build_reward_function
 from aligner.rewards.local import FunctionReward, RewardHung
-from aligner.types import FinishReason, Prompt, Rollout
 
-
-def decode(tokens):
-    return "".join(map(chr, tokens))
-
-
-def rollout(i, response, version=3):
-    tokens = tuple(map(ord, response))
-    prompt = Prompt(id=i, tokens=(65,), source=f"train.jsonl:{i + 1}")
-    return Rollout(
-        prompt=prompt, response=tokens, logprobs=(0.0,) * len(tokens), finish_reason=FinishReason.stop, policy_version=version, seed=i
-    )
-
-
-ROLLOUTS = [rollout(0, "one"), rollout(1, "two"), rollout(2, "three")]
+ROLLOUTS = [written(text, number, version=3) for number, text in enumerate(("one", "two", "three"))]
 
 
 def score(function, rollouts=ROLLOUTS, timeout_seconds=20.0):
-    model = FunctionReward(function, decode, timeout_seconds, name="mine.py:reward", on_error=OnError.invalid)
+    model = FunctionReward(function, characters, timeout_seconds, name="mine.py:reward", on_error=OnError.invalid)
     scores = model.score(rollouts).result(60)
     model.close()
     return scores
@@ -76,7 +63,7 @@ def test_wrong_type_of_one_and_of_all(capsys):
 def test_a_call_that_hangs_has_no_rewards_at_all(capsys, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(local, "MAX_HANGING", 2)
-    model = FunctionReward(lambda *_: release.wait(60), decode, 0.05, name="slow", on_error=OnError.invalid)
+    model = FunctionReward(lambda *_: release.wait(60), characters, 0.05, name="slow", on_error=OnError.invalid)
     check(model.score(ROLLOUTS).result(60), [math.nan] * 3, capsys, "3 of 3 samples", "returned nothing within timeout_seconds=0.05")
     with pytest.raises(RewardHung, match="2 calls hang, too many for on_error=invalid"):
         model.score(ROLLOUTS).result(60)
@@ -85,16 +72,16 @@ def test_a_call_that_hangs_has_no_rewards_at_all(capsys, monkeypatch):
 
 
 def test_it_is_said_once_per_policy_version(capsys):
-    model = FunctionReward(lambda p, r, a: [math.nan] * len(r), decode, 20.0, on_error=OnError.invalid)
+    model = FunctionReward(lambda p, r, a: [math.nan] * len(r), characters, 20.0, on_error=OnError.invalid)
     for version in (3, 3, 3, 4):
-        assert not model.score([rollout(0, "x", version)]).result(60).valid.any()
+        assert not model.score([written("x", version=version)]).result(60).valid.any()
     model.close()
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_several_calls_at_a_time():
     both = threading.Barrier(2, timeout=30)
-    model = FunctionReward(lambda p, r, a: [float(both.wait() >= 0)] * len(r), decode, 40.0, num_threads=2)
+    model = FunctionReward(lambda p, r, a: [float(both.wait() >= 0)] * len(r), characters, 40.0, num_threads=2)
     first, second = model.score(ROLLOUTS[:1]), model.score(ROLLOUTS[1:])  # each waits for the other
     assert first.result(60).rewards.tolist() == [1.0] and second.result(60).rewards.tolist() == [1.0, 1.0]
     model.close()
