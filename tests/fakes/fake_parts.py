@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aligner.loop.loop import BY_TIME, Clock, StepResult, run
 from aligner.protocols import Added, Loss, Replica
-from aligner.telemetry.metrics import Metric, Sum
-from aligner.types import FinishReason, MaskedBatch, PolicyBatch, Prompt, Rollout, Scores, TokenBatch, ValueBatch
+from aligner.run.settings import LoopConfig
+from aligner.telemetry.metrics import Mean, Metric, Sum
+from aligner.types import FinishReason, MaskedBatch, PolicyBatch, Prompt, Rollout, SampleRow, Scores, TokenBatch, ValueBatch
 
 EOS = 0
 
@@ -119,13 +121,26 @@ class FakePolicy:
         yield from ()
 
 
+class TokenPolicy:
+    """The log-prob of token t is -t / 10, whatever stands before it."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        self.num_passes += 1
+        return -batch.tokens / 10 * batch.loss_mask
+
+
 class FakeMovingReference:
-    """Log-probs are -1.5 on every masked token; it writes down what it was made of."""
+    """Log-probs are -1.5 on every masked token; it writes down what it was made of, and how often it was asked."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
+        self.num_passes = 0
 
     def logprobs(self, batch: MaskedBatch) -> Tensor:
+        self.num_passes += 1
         return -1.5 * batch.loss_mask
 
     def renew(self, step: int) -> None:
@@ -172,6 +187,12 @@ def critic_metrics(loss: float) -> dict[str, float]:
     return {"value/loss": loss, "optim/lr": 0.5} | returns
 
 
+def value_metrics(loss: float) -> dict[str, Metric]:
+    """`critic_metrics` as a model's update has them."""
+    found = critic_metrics(loss).items()
+    return {name: Mean(total=torch.tensor(value), count=torch.tensor(1)) for name, value in found if name.startswith("value/")}
+
+
 class FakeCritic:
     """The value of a state is its token / 10. `training` is what `train` answers with, one after the other. Its mark is the last step."""
 
@@ -209,3 +230,115 @@ class FakeCritic:
         return done(f"step {step}")
 
     def close(self) -> None: ...
+
+
+ROW = SampleRow(prompt="p", response="r", reward=1.0, finish_reason=FinishReason.stop)
+
+
+class Recorder:
+    """Algorithm, checkpointer and reporter in one: `events` says what was called, in order. `on_step[step]` runs inside that step, whose
+    number is its metric."""
+
+    def __init__(self, *, start: tuple[int, dict] = (0, {}), on_step: Mapping[int, Callable[[], None]] | None = None) -> None:
+        self.metric = "x"
+        self.events: list[str] = []
+        self.logged: dict[int, dict[str, float]] = {}
+        self.notes: list[str] = []
+        self.start = start
+        self.on_step = on_step or {}
+        self.updates = 0
+        self.on_validate: Callable[[], None] | None = None
+        self.on_save: Callable[[], None] | None = None
+        self.on_finish: Callable[[], None] | None = None
+        self.on_poll: Callable[[], None] | None = None
+        self.validations: dict[int, dict[str, float]] = {}
+        self.under_way: int | None = None  # the step of a save in the background
+        self.background = False
+        self.by_time: list[int] = []
+        self.on_disk = start[0]
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        self.events.append(f"step {step}")
+        with clock.phase("work"):
+            self.on_step.get(step, lambda: None)()
+        self.updates += 1
+        return StepResult(metrics={self.metric: float(step)}, samples=[ROW])
+
+    def validate(self) -> Mapping[str, float]:
+        self.events.append("validate")
+        if self.on_validate:
+            self.on_validate()
+        return {"validation/x": 0.5}
+
+    def finish(self) -> None:
+        self.events.append("finish")
+        if self.on_finish:
+            self.on_finish()
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.events.append(f"load {dict(state)}")
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        return self.start
+
+    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
+        if self.on_save:
+            self.on_save()
+        self.validations[step] = dict(validation)
+        self.events.append(f"save {step} {state['updates']}")
+        self.by_time += [step] if BY_TIME in state else []
+        self.under_way = step
+        if not self.background:
+            self.settle()
+
+    def poll(self) -> bool:
+        if self.on_poll:
+            self.on_poll()
+        return self.under_way is None
+
+    def wait(self) -> None:
+        if self.under_way:
+            self.events.append(f"wait {self.under_way}")
+            self.poll()
+            self.settle()
+
+    def settle(self) -> int:
+        self.on_disk, self.under_way = self.under_way or self.on_disk, None
+        return self.on_disk
+
+    def rescue(self, step: int, state: dict[str, Any]) -> None:
+        self.events.append(f"rescue {step} {state['updates']}")
+
+    def version(self) -> int:
+        return self.updates
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(f"log {step}")
+        self.logged[step] = dict(metrics)
+
+    def table(self, step: int, rows: list[SampleRow]) -> None:
+        assert rows == [ROW]
+        self.events.append(f"table {step}")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def run(self, config: LoopConfig | None = None, parts: Mapping[str, Any] | None = None, **fields: Any) -> int:
+        """With `parts` of the loop beside its own; `fields`: of the settings, where they are not given whole."""
+
+        def open_reporter(start_step: int) -> Recorder:
+            self.events.append(f"open {start_step}")
+            return self
+
+        config = config or LoopConfig(**({"table_every": 0} | fields))
+        return run(self, config, checkpointer=self, open_reporter=open_reporter, **(parts or {}))
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
+import fake_parts
 import pytest
-
-FAKES = Path(__file__).resolve().parents[2] / "fakes" / "fake_parts.py"
 
 
 @pytest.fixture(scope="session")
 def fakes() -> ModuleType:
     """The module tests/fakes/fake_parts.py."""
-    spec = importlib.util.spec_from_file_location("fake_parts", FAKES)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return fake_parts
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from training_jobs import eventually
 from aligner.errors import EngineError
 from aligner.loop.loop import Clock
 from aligner.online.critics import ServedCritic
-from aligner.online.rollout_source import OnPolicyRolloutSource
+from aligner.online.rollout_source import OnPolicyRolloutSource, sample_requests
 from aligner.protocols import Replica
 from aligner.rollout.config import AsynchronousConfig
 from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Work
@@ -139,15 +139,9 @@ def test_the_thread_is_as_far_ahead_as_it_may_be(make_ahead, max_staleness):
         assert collected.ages.tolist() == [[age, age]] * 2
         ids = [2 * step - 2, 2 * step - 1]  # the rounds come in their order, whole, as an on-policy run's
         assert [one.prompt.id for one in collected.rollouts] == ids and collected.rewards.tolist() == ids
-        assert [one.seed for one in collected.rollouts] == [w.seeds for w in requests(ahead, step)][0]
+        assert [one.seed for one in collected.rollouts] == sample_requests(ahead.task, step, 1, greedy=False)[0].seeds
         ahead.trained()
     assert ahead.rounds.state() == expected.state() == {"extra_rounds": 0}
-
-
-def requests(ahead: Ahead, number: int):
-    from aligner.online.rollout_source import sample_requests
-
-    return sample_requests(ahead.task, number, 1, greedy=False)
 
 
 def test_a_round_under_way_goes_on_with_new_weights(make_ahead):

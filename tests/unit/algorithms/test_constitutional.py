@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from builders import load_module
 
 from aligner.algorithms.chains import (
     Broken,
@@ -28,8 +28,7 @@ from aligner.data.constitution import Constitution, Framing, Principle, load_cas
 from aligner.data.supervised import load_preferences, load_supervised
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import ConfigError, DataError, RunHalted
-from aligner.loop.loop import Clock
-from aligner.loop.writing import Parts, Writing
+from aligner.loop.writing import Parts
 from aligner.online.collect import Scorers
 from aligner.protocols import Replica
 from aligner.rewards.local import NoReward
@@ -44,9 +43,7 @@ BIAS = 0.7  # of the judge, for (A)
 
 @pytest.fixture(scope="module")
 def chars(tmp_path_factory):
-    spec = importlib.util.spec_from_file_location("character_tokenizer", Path(__file__).parents[1] / "data" / "conftest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(Path(__file__).parents[1] / "data" / "conftest.py", "character_tokenizer")
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "chat_template": module.TEMPLATE}
     return load_tokenizer(module.write_tokenizer(tmp_path_factory.mktemp("characters") / "t", **names))
 
@@ -237,30 +234,6 @@ def test_two_samples_and_given_pairs(topology, tmp_path, chars) -> None:
     (given,) = cases_of(tmp_path, chars, 1, given=True, responses=["better", "draft"])
     (trace,), metrics = work(chars, engine, num_revisions=0, pairs=Pairs.given).make(0, [given])
     assert preference_records(trace)[0]["chosen_is"] == "first" and not engine.asked and metrics["preference/first_chosen"] == 1
-
-
-def test_parts_made_again_are_the_same_bytes(topology, tmp_path, chars) -> None:
-    """Responses that depend on the seed; the last parts are removed and made again by another object; another seed gives others."""
-    cases = cases_of(tmp_path, chars, 5)
-    random = Scribe(chars, lambda text, seed: f"{script(text, seed).removesuffix('<eos>')}{seed % 997}<eos>")
-
-    def run(name: str, seed: int) -> dict[str, bytes]:
-        made = work(chars, random, seed=seed, num_chains=2, pairs=Pairs.none)
-        parts = Parts(directory=tmp_path / name, made_of={}, num_items=5, part_size=2)
-        parts.begin()
-        writing = Writing(cases, 2, make=made.make, write=parts.write)
-        for step in range(parts.num_complete() + 1, writing.num_steps + 1):
-            writing.step(step, Clock())
-        parts.join(tmp_path / "all.jsonl", supervised_records)
-        return {path.name: path.read_bytes() for path in sorted((tmp_path / name).iterdir())}
-
-    whole = run("a", 1)
-    joined = (tmp_path / "all.jsonl").read_text()
-    assert len(joined.splitlines()) == 10 and len(set(joined.splitlines())) == 10
-    for part in (1, 2):
-        (tmp_path / "a" / f"part_{part:06d}.jsonl").unlink()
-    assert run("a", 1) == whole and (tmp_path / "all.jsonl").read_text() == joined
-    assert run("b", 2)["part_000000.jsonl"] != whole["part_000000.jsonl"]
 
 
 def test_a_judge_that_is_broken_ends_the_run(topology, tmp_path, chars) -> None:

@@ -260,9 +260,10 @@ def ppo(fakes, task, log: list[str]) -> PPO:
 
         def train_step(self, batch, loss, added=()):
             super().train_step(batch, loss, added)
-            squares = {"return_mean": 1.0, "return_sq_mean": 5.0, "error_mean": 0.5, "error_sq_mean": 1.25, "loss": float(self.version)}
-            found = {f"value/{name}": Mean(total=torch.tensor(value), count=torch.tensor(1)) for name, value in squares.items()}
-            return found | {"policy/loss": Mean(total=torch.tensor(3.0), count=torch.tensor(1)), "optim/steps": Sum(total=1)}
+            return fakes.value_metrics(float(self.version)) | {
+                "policy/loss": Mean(total=torch.tensor(3.0), count=torch.tensor(1)),
+                "optim/steps": Sum(total=1),
+            }
 
     config = PPOConfig(rollouts_per_step=4, mini_batch_size=2, gae_lambda=0.5, kl_coef=0.1)
     return PPO(config, WithHead(log), task, HeadCritic(task, VALUES, coef=COEF))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_parts import value_metrics
 
 from aligner.algorithms.ppo import PPO, PPOConfig, TrainPPO
 from aligner.cluster.component import Placement
@@ -28,7 +29,7 @@ from aligner.run.session import Session
 from aligner.run.settings import CheckpointConfig
 from aligner.servers.components import CriticConfig, CriticKind
 from aligner.servers.config import ServerConfig
-from aligner.telemetry.metrics import Max, Mean, Sum
+from aligner.telemetry.metrics import Max, Sum
 from aligner.types import Routes, ValueBatch
 
 
@@ -51,9 +52,7 @@ class LoggedModel:
         self.log.append("critic trains")
         self.rows.append(batch.tokens.shape[0])
         self.extras.append(list(batch.extras))
-        squares = {"return_mean": 1.0, "return_sq_mean": 5.0, "error_mean": 0.5, "error_sq_mean": 1.25, "loss": float(len(self.rows))}
-        found = {f"value/{name}": Mean(total=torch.tensor(value), count=torch.tensor(1)) for name, value in squares.items()}
-        return found | {SKIPPED: Sum(total=self.skipped), SKIPPED_IN_A_ROW: Max(maximum=self.skipped)}
+        return value_metrics(float(len(self.rows))) | {SKIPPED: Sum(total=self.skipped), SKIPPED_IN_A_ROW: Max(maximum=self.skipped)}
 
     def enter_device(self) -> None:
         self.log.append("critic here")

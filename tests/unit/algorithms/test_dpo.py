@@ -12,7 +12,6 @@ from aligner.data.collate import PreferencePair, SupervisedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.loop import Clock
 from aligner.losses.preference import DPOVariant
-from aligner.types import PreferenceBatch
 
 
 def row(*response: int) -> SupervisedExample:
@@ -25,17 +24,6 @@ def pair(chosen: tuple[int, ...], rejected: tuple[int, ...]) -> PreferencePair:
 
 
 PAIRS = [pair((5,), (6, 6)), pair((7, 7), (8,)), pair((9,), (10,))]
-
-
-class TokenPolicy:
-    """The log-prob of token t is -t / 10, whatever stands before it."""
-
-    def __init__(self) -> None:
-        self.num_passes = 0
-
-    def logprobs(self, batch: PreferenceBatch) -> torch.Tensor:
-        self.num_passes += 1
-        return -batch.tokens / 10 * batch.loss_mask
 
 
 def dpo(fakes, log=None, *, policy=None, reference=None, validation=(), **config) -> DPO:
@@ -91,7 +79,7 @@ def test_a_step_counts_the_pairs_that_it_learnt_from(fakes) -> None:
 
 def test_validation_by_hand(fakes) -> None:
     """Reference log-probs -1.5 a token, the policy's -token / 10. l - ref: 1.0, 1.8 | 1.6, 0.7 | 0.6, 0.5: D = -0.8, 0.9, 0.1."""
-    algorithm = dpo(fakes, policy=TokenPolicy(), validation=PAIRS, beta=0.5)
+    algorithm = dpo(fakes, policy=fakes.TokenPolicy(), validation=PAIRS, beta=0.5)
     metrics = algorithm.validate()
     assert metrics["validation/accuracy"] == pytest.approx(2 / 3)
     assert metrics["validation/margin"] == pytest.approx(0.5 * 0.2 / 3)
@@ -100,7 +88,7 @@ def test_validation_by_hand(fakes) -> None:
 
 
 def test_the_references_log_probs_of_validation_pairs_are_computed_once(fakes) -> None:
-    policy, reference = TokenPolicy(), TokenPolicy()
+    policy, reference = fakes.TokenPolicy(), fakes.TokenPolicy()
     algorithm = dpo(fakes, policy=policy, reference=reference, validation=PAIRS)
     first, second = algorithm.validate(), algorithm.validate()
     assert first == second and first["validation/loss"] == pytest.approx(math.log(2))

@@ -123,21 +123,6 @@ def test_the_kl_in_the_reward_is_of_the_policy_that_sampled(make) -> None:
     assert learnt(grouped) == rows(1, -1, 0, 0)
 
 
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_the_adaptive_coefficient(kl_in: str, make) -> None:
-    """KL 0.5 against a target of 0.1: the error is clipped at 0.2, 4 rollouts of a horizon of 10: 0.1 * (1 + 0.2 * 0.4) = 0.108."""
-    settings = _kl_in_reward(kl_target=0.1, kl_horizon=10)
-    if kl_in == "loss":
-        del settings["kl_in"]
-    algorithm = make(GROUPS, **settings)
-    assert algorithm.step(1, Clock()).metrics["policy/kl_coef"] == 0.1
-    assert algorithm.kl_coef == pytest.approx(0.108)
-    assert algorithm.loss().keywords["kl_coef"] == (algorithm.kl_coef if kl_in == "loss" else 0.0)
-    resumed = make(GROUPS, **settings)
-    resumed.load_state(json.loads(json.dumps(algorithm.state())))
-    assert resumed.step(2, Clock()).metrics["policy/kl_coef"] == algorithm.kl_coef
-
-
 def test_a_fixed_coefficient_is_the_settings_and_not_the_checkpoints(make) -> None:
     algorithm = make(GROUPS, kl_coef=0.1)
     algorithm.step(1, Clock())

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
+from fake_parts import Recorder
 
 from aligner.errors import ConfigError, RunHalted
 from aligner.loop.learnt import GapAlarm
-from aligner.loop.loop import Clock, StepResult, run
 from aligner.models.training.guard import GapStatistic, LogprobGapConfig
-from aligner.run.settings import LoopConfig
 
 GAP = "rollout/logprob_gap"
 
@@ -67,62 +64,12 @@ def test_bad_settings_are_named(settings, named) -> None:
         LogprobGapConfig(**settings)
 
 
-class Run:
-    """Algorithm, checkpointer and reporter whose gap is the number of the step."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.finished = 0
-        self.saved = 0
-        self.waited = True
-
-    def step(self, step: int, clock: Clock) -> StepResult:
-        self.finished = step
-        return StepResult(metrics={GAP: float(step)})
-
-    def validate(self) -> Mapping[str, float]:
-        return {}
-
-    def finish(self) -> None:
-        self.events.append("finish")
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self) -> tuple[int, dict[str, Any]]:
-        return 0, {}
-
-    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
-        self.events.append(f"save {step}")
-        self.saved, self.waited = step, False
-
-    def poll(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        self.waited = True
-
-    def settle(self) -> int:
-        self.events.append("settle" if self.waited else "settle too early")
-        return self.saved
-
-    def rescue(self, step: int, state: dict[str, Any]) -> None:
-        self.events.append("rescue")
-
-    def version(self) -> int:
-        return self.finished
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.events.append(f"log {step}")
-
-    def note(self, text: str) -> None:
-        self.events.append(text.split(":")[0])
-
-
 @pytest.mark.usefixtures("topology")
 def test_a_run_that_it_ends_has_the_step_logged_and_saved_as_a_pair() -> None:
-    made = Run()
+    made = Recorder()
+    made.metric, made.background = GAP, True
     alarm = GapAlarm(LogprobGapConfig(warn=1.5, stop=2.5), command="aligner gap runs/x")
     with pytest.raises(RunHalted, match=r"in step 3 is above guard\.logprob_gap\.stop=2\.5"):
-        run(made, LoopConfig(max_steps=9), checkpointer=made, open_reporter=lambda start: made, alarms=[alarm])
-    assert made.events == ["log 1", "log 2", "warning", "log 3", "finish", "save 3", "settle"]
+        made.run(parts={"alarms": [alarm]}, max_steps=9)
+    assert made.events[-5:] == ["step 3", "log 3", "finish", "save 3 3", "wait 3"] and made.on_disk == 3
+    assert [note.split(":")[0] for note in made.notes] == ["warning"]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from fake_parts import Recorder, raises
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig
 from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
 from aligner.errors import RollBack, RunHalted
 from aligner.jobs.parts import SkippedStepsFile
-from aligner.loop.loop import Clock, StepResult, run
+from aligner.loop.loop import Clock
 from aligner.models.training.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
 from aligner.online.collect import ScoredRollouts, Scorers, collect, response_metrics
 from aligner.online.critics import ServedCritic
-from aligner.run.settings import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
 BAD = {1: math.nan, 2: math.inf}  # rewards by the prompt's id
@@ -97,64 +98,21 @@ def test_a_critic_that_left_out_an_update_is_judged_by_the_actor(fakes, make_tas
     assert algorithm.step(2, Clock()).metrics["critic/optim_skipped"] == 1.0
 
 
-class Steps:
-    """Algorithm, checkpointer and reporter of a run that saves every second step; the gradient of step `bad` is not finite."""
-
-    def __init__(self, saved: int, bad: int = 0) -> None:
-        self.saved, self.bad = saved, bad
-        self.taken: list[int] = []
-        self.logged: dict[int, dict] = {}
-        self.rescued = False
-
-    def step(self, step: int, clock: Clock) -> StepResult:
-        if step == self.bad:
-            raise RollBack("the gradient is not finite")
-        self.taken.append(step)
-        return StepResult(metrics={"x": 1.0})
-
-    def load(self):
-        return self.saved, {}
-
-    def save(self, step, state, validation) -> None:
-        self.saved = step
-
-    def settle(self) -> int:
-        return self.saved
-
-    def rescue(self, step, state) -> None:
-        self.rescued = True
-
-    def log(self, step, metrics) -> None:
-        self.logged[step] = dict(metrics)
-
-    def note(self, text) -> None: ...
-    def finish(self) -> None: ...
-    def poll(self) -> bool:
-        return True
-
-    def wait(self) -> None: ...
-    def load_state(self, state) -> None: ...
-    def state(self) -> dict:
-        return {}
-
-    def version(self) -> int:
-        return len(self.taken)
-
-
-def run_steps(steps: Steps, skipped_steps: SkippedStepsFile) -> int:
-    config = LoopConfig(max_steps=6, save_every=2, table_every=0)
-    return run(steps, config, checkpointer=steps, open_reporter=lambda start: steps, skipped_steps=skipped_steps)
+def bad_run(saved: int, bad: int, skipped_steps: SkippedStepsFile) -> tuple[Recorder, Callable[[], int]]:
+    """A run that saves every second step; the gradient of step `bad` is not finite."""
+    made = Recorder(start=(saved, {}), on_step={bad: raises(RollBack("the gradient is not finite"))})
+    return made, lambda: made.run(parts={"skipped_steps": skipped_steps}, max_steps=6, save_every=2)
 
 
 def test_a_rolled_back_run_goes_on_from_its_checkpoint_without_the_step(tmp_path):
     path = tmp_path / "skipped_steps.json"
-    first = Steps(saved=0, bad=4)
+    first, run = bad_run(0, 4, SkippedStepsFile(path, most=2))
     with pytest.raises(RollBack):
-        run_steps(first, SkippedStepsFile(path, most=2))
-    assert (first.saved, first.rescued) == (2, False)  # step 3 was whole, and yet it is gone back to step 2
-    again = Steps(saved=first.saved, bad=4)
-    assert run_steps(again, SkippedStepsFile(path, most=2)) == 6
-    assert again.taken == [3, 5, 6] and again.saved == 6
+        run()
+    assert first.on_disk == 2 and first.events[-1] == "step 4"  # step 3 was whole, and yet it is gone back to step 2
+    again, run = bad_run(2, 4, SkippedStepsFile(path, most=2))
+    assert run() == 6
+    assert [event for event in again.events if event.startswith("step")] == ["step 3", "step 5", "step 6"] and again.on_disk == 6
     assert again.logged[4] == {"optim/step_left_out": 1.0}
 
 
@@ -164,4 +122,4 @@ def test_a_run_is_not_rolled_back_for_ever(tmp_path):
     skipped_steps = SkippedStepsFile(path, most=1)
     assert skipped_steps.steps == {3}
     with pytest.raises(RunHalted, match=r"rolled back enough \(guard.max_roll_backs=1; steps skipped: 3\)"):
-        run_steps(Steps(saved=4, bad=5), skipped_steps)
+        bad_run(4, 5, skipped_steps)[1]()

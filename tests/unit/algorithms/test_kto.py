@@ -24,13 +24,6 @@ def example(prompt: int, *response: int, desirable: bool) -> UnpairedExample:
 EXAMPLES = [example(1, 5, desirable=True), example(2, 6, 6, desirable=False), example(3, 20, desirable=False)]
 
 
-class TokenPolicy:
-    """The log-prob of token t is -t / 10, whatever stands before it."""
-
-    def logprobs(self, batch: LabeledBatch) -> torch.Tensor:
-        return -batch.tokens / 10 * batch.loss_mask
-
-
 class FakeReference:
     """Log-probs are `level` on every masked token, or -token / 10 where that is None."""
 
@@ -139,7 +132,7 @@ def test_apo_zero_makes_no_pass_for_a_kl(fakes) -> None:
 
 def test_validation_by_hand(fakes) -> None:
     """d = 1.0 | 1.8 | -0.5. Mismatched: (1, 20), (2, 5), (3, 6, 6): -0.5, 1, 1.8, so z = 2.3 / 3, of all batches together."""
-    policy, reference = TokenPolicy(), FakeReference()
+    policy, reference = fakes.TokenPolicy(), FakeReference()
     algorithm = kto(fakes, policy=policy, reference=reference, validation=EXAMPLES, beta=0.5, undesirable_weight=2.0)
     found, z = algorithm.validate(), 2.3 / 3
     sigma = [1 / (1 + math.exp(x)) for x in (0.5 * (1.0 - z), 0.5 * (z - 1.8), 0.5 * (z + 0.5))]
@@ -156,7 +149,9 @@ def test_validation_by_hand(fakes) -> None:
 def test_the_kl_cannot_be_estimated_on_one_validation_example(fakes) -> None:
     with pytest.raises(DataError, match=r"data\.validation has one usable response"):
         kto(fakes, validation=EXAMPLES[:1])
-    assert kto(fakes, policy=TokenPolicy(), validation=EXAMPLES[:1], loss=UnpairedLoss.apo_zero).validate()["validation/accuracy"] == 1.0
+    assert (
+        kto(fakes, policy=fakes.TokenPolicy(), validation=EXAMPLES[:1], loss=UnpairedLoss.apo_zero).validate()["validation/accuracy"] == 1.0
+    )
 
 
 def test_the_balance_of_the_two_kinds() -> None:

@@ -4,123 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from fake_parts import Recorder, raises
 
 from aligner.data.order import EpochSampler
 from aligner.errors import AlignerError, CheckpointError, ConfigError, ServerUnreachable
-from aligner.loop.loop import BY_TIME, Clock, StepResult, TimeBudget, run
+from aligner.loop.loop import BY_TIME, TimeBudget
 from aligner.run.settings import LoopConfig
-from aligner.types import FinishReason, SampleRow
 
 pytestmark = pytest.mark.usefixtures("topology")
-ROW = SampleRow(prompt="p", response="r", reward=1.0, finish_reason=FinishReason.stop)
-
-
-class Recorder:
-    """Algorithm, checkpointer and reporter in one: `events` says what was called, in order. `on_step[step]` runs inside that step."""
-
-    def __init__(self, *, start: tuple[int, dict] = (0, {}), on_step: Mapping[int, Callable[[], None]] | None = None) -> None:
-        self.events: list[str] = []
-        self.logged: dict[int, dict[str, float]] = {}
-        self.notes: list[str] = []
-        self.start = start
-        self.on_step = on_step or {}
-        self.updates = 0
-        self.on_validate: Callable[[], None] | None = None
-        self.on_save: Callable[[], None] | None = None
-        self.on_finish: Callable[[], None] | None = None
-        self.on_poll: Callable[[], None] | None = None
-        self.validations: dict[int, dict[str, float]] = {}
-        self.under_way: int | None = None  # the step of a save in the background
-        self.background = False
-        self.by_time: list[int] = []
-        self.on_disk = start[0]
-
-    def step(self, step: int, clock: Clock) -> StepResult:
-        self.events.append(f"step {step}")
-        with clock.phase("work"):
-            self.on_step.get(step, lambda: None)()
-        self.updates += 1
-        return StepResult(metrics={"x": float(step)}, samples=[ROW])
-
-    def validate(self) -> Mapping[str, float]:
-        self.events.append("validate")
-        if self.on_validate:
-            self.on_validate()
-        return {"validation/x": 0.5}
-
-    def finish(self) -> None:
-        self.events.append("finish")
-        if self.on_finish:
-            self.on_finish()
-
-    def state(self) -> dict[str, Any]:
-        return {"updates": self.updates}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.events.append(f"load {dict(state)}")
-
-    def load(self) -> tuple[int, dict[str, Any]]:
-        return self.start
-
-    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
-        if self.on_save:
-            self.on_save()
-        self.validations[step] = dict(validation)
-        self.events.append(f"save {step} {state['updates']}")
-        self.by_time += [step] if BY_TIME in state else []
-        self.under_way = step
-        if not self.background:
-            self.settle()
-
-    def poll(self) -> bool:
-        if self.on_poll:
-            self.on_poll()
-        return self.under_way is None
-
-    def wait(self) -> None:
-        if self.under_way:
-            self.events.append(f"wait {self.under_way}")
-            self.poll()
-            self.settle()
-
-    def settle(self) -> int:
-        self.on_disk, self.under_way = self.under_way or self.on_disk, None
-        return self.on_disk
-
-    def rescue(self, step: int, state: dict[str, Any]) -> None:
-        self.events.append(f"rescue {step} {state['updates']}")
-
-    def version(self) -> int:
-        return self.updates
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.events.append(f"log {step}")
-        self.logged[step] = dict(metrics)
-
-    def table(self, step: int, rows: list[SampleRow]) -> None:
-        assert rows == [ROW]
-        self.events.append(f"table {step}")
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def run(self, **config: Any) -> int:
-        def open_reporter(start_step: int) -> Recorder:
-            self.events.append(f"open {start_step}")
-            return self
-
-        return run(self, LoopConfig(**({"table_every": 0} | config)), checkpointer=self, open_reporter=open_reporter)
-
-
-def raises(error: Exception) -> Callable[[], None]:
-    def action() -> None:
-        raise error
-
-    return action
 
 
 def test_steps_and_saves() -> None:
@@ -211,8 +105,7 @@ def test_a_second_signal_does_not_end_the_process_while_it_saves() -> None:
 def test_a_run_that_has_no_time_for_another_step_saves_and_stops() -> None:
     recorder = Recorder()
     budget = TimeBudget(lambda: 0.0 if 2 in recorder.logged else 1e9)
-    config = LoopConfig(max_steps=9)
-    assert run(recorder, config, checkpointer=recorder, open_reporter=lambda start: recorder, budget=budget) == 2
+    assert recorder.run(parts={"budget": budget}, max_steps=9) == 2
     assert recorder.events[-4:] == ["step 2", "log 2", "finish", "save 2 2"]
     assert recorder.notes == ["stopped before the end of its time after step 2; saving"]
 
@@ -311,7 +204,7 @@ class Watch:
 def saves(recorder: Recorder, watch: Watch, **config: Any) -> list[str]:
     settings = LoopConfig(table_every=0, **config)
     budget = TimeBudget(save_minutes=settings.save_minutes, clock=watch)
-    run(recorder, settings, checkpointer=recorder, open_reporter=lambda start: recorder, budget=budget)
+    recorder.run(settings, {"budget": budget})
     return [event for event in recorder.events if event.startswith("save")]
 
 

@@ -19,27 +19,9 @@ from aligner.telemetry.metrics import values
 from aligner.types import PreferenceBatch, TokenOutputs
 
 
-class FakeReference:
-    """Log-probs of -1.5 a token; writes down when it is renewed and restored."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.asked: list[PreferenceBatch] = []
-
-    def logprobs(self, batch: PreferenceBatch) -> torch.Tensor:
-        self.asked.append(batch)
-        return -1.5 * batch.loss_mask
-
-    def renew(self, step: int) -> None:
-        self.log.append(f"renewed {step}")
-
-    def restore(self, step: int) -> None:
-        self.log.append(f"restored {step}")
-
-
 def online_dpo(fakes, task, log=None, **settings) -> OnlineDPO:
     config = OnlineDPOConfig(**({"prompts_per_step": 2, "group_size": 2, "mini_batch_size": 4} | settings))
-    reference = FakeReference() if config.variant.needs_reference else None
+    reference = fakes.FakeMovingReference([]) if config.variant.needs_reference else None
     return OnlineDPO(config, fakes.FakePolicy([] if log is None else log), task, reference)
 
 
@@ -98,7 +80,7 @@ def test_a_step_of_ties_trains_nothing(fakes, make_task) -> None:
     log: list[str] = []
     algorithm = online_dpo(fakes, make_task(log, batch_size=2), log)
     metrics = algorithm.step(1, Clock()).metrics
-    assert "update" not in log and not algorithm.reference.asked
+    assert "update" not in log and not algorithm.reference.num_passes
     assert (metrics["pairs/ties"], metrics["pairs/count"], metrics["pairs/prompts_without_any"]) == (2.0, 0.0, 1.0)
 
 

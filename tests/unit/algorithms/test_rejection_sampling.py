@@ -98,12 +98,6 @@ def test_a_step(fakes, make_task) -> None:
     (batch,) = algorithm.policy.trained
     assert batch.tokens.tolist() == [[1, 7, 0, 9], [2, 7, 7, 0]]  # the first response to each prompt: the fake rewards a prompt's id
     assert metrics["rollout/reward"] == 0.5 and metrics["kept/reward"] == 0.5 and metrics["kept/fraction"] == 0.5
-    state = algorithm.state()
-    other = sampler(fakes, make_task(log, batch_size=2, reference=None), log)
-    other.load_state(state)
-    algorithm.step(2, Clock())
-    other.step(2, Clock())
-    assert other.task.engine.asked == task.engine.asked[1:]
 
 
 def test_a_step_that_keeps_nothing_trains_nothing(fakes, make_task) -> None:

@@ -61,35 +61,12 @@ def test_an_iteration(fakes, make_task) -> None:
     assert algorithm.validate() == {"validation/loss": 1.0}
 
 
-def test_a_run_in_parts(fakes, make_task) -> None:
-    """Stopped in the middle of the second iteration, and while it sampled the third: the same updates, and nothing is sampled twice."""
-    whole = spin(fakes, make_task, [])
-    for step in range(1, 6):
-        whole.step(step, Clock())
-    log: list[str] = []
-    files = fakes.FakeKept(log)
-    first = spin(fakes, make_task, log, files)
-    for step in (1, 2, 3):
-        first.step(step, Clock())
-    second = spin(fakes, make_task, log, files)
-    second.policy.version = 3
-    del log[:]
-    second.load_state(first.state())
-    second.step(4, Clock())
-    assert log == ["restored 2", "update"]
-    second.step(5, Clock())
-    third = spin(fakes, make_task, log, files)
-    del files.parts[second.name, 1]
-    third.load_state(first.state() | {"iteration": 2, "name": first.name})
-    third.policy.version = 4
-    del log[:]
-    third.step(5, Clock())
-    assert log.count("generate") == 1 and f"write {second.name[:14]} 1" in log
-    for one, other in zip(whole.policy.trained, [*first.policy.trained, *second.policy.trained], strict=True):
-        assert torch.equal(one.tokens, other.tokens)
-    assert torch.equal(third.policy.trained[0].tokens, second.policy.trained[1].tokens)
+def test_a_lost_part_of_the_responses_is_said(fakes, make_task) -> None:
+    files = fakes.FakeKept([])
+    first = spin(fakes, make_task, [], files)
+    first.step(1, Clock())
     del files.parts[first.name, 0]
-    with pytest.raises(CheckpointError, match="part 0 of the responses iteration_0002_step_000002_version_000002"):
+    with pytest.raises(CheckpointError, match="part 0 of the responses iteration_0001_step_000000_version_000000"):
         spin(fakes, make_task, [], files).load_state(first.state())
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import combinations
 
+import fake_parts
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from aligner.online.config import ValidationConfig
 from aligner.online.validation import best_at_k, pass_at_k, validate
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.run.settings import CheckpointConfig, LoopConfig
-from aligner.types import FinishReason, Rollout, SamplingConfig, Scores
+from aligner.types import FinishReason, SamplingConfig, Scores
 
 VALIDATE = LoopConfig(validate_every=5)
 
@@ -57,54 +58,38 @@ def test_k_beyond_the_samples(k) -> None:
             estimate()
 
 
-class Engine:
-    """Answers seed s with s % 3 + 1 tokens; the last ones first."""
-
-    def __init__(self, replica) -> None:
-        self.replica = replica
-        self.asked: list[tuple[list[int], list[int], SamplingConfig]] = []
-
-    def wake(self) -> None: ...
-
-    def sleep(self) -> None: ...
+class Engine(fake_parts.FakeEngine):
+    """Answers seed s with s % 3 + 1 tokens, of which three were cut; the last ones first."""
 
     def generate(self, prompts, seeds, sampling=None):
         self.asked.append(([prompt.id for prompt in prompts], list(seeds), sampling))
-        made = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            tokens = (7,) * (seed % 3 + 1)
-            reason = FinishReason.length if len(tokens) == 3 else FinishReason.stop
-            logprobs = (-1.0,) * len(tokens)
-            made.append(Rollout(prompt=prompt, response=tokens, logprobs=logprobs, finish_reason=reason, policy_version=0, seed=seed))
-        yield made[::-1]
+        said = [[(fake_parts.EOS,), (7, fake_parts.EOS), (7, 7, 7)][seed % 3] for seed in seeds]
+        yield [fake_parts.rollout(p, *tokens, seed=seed) for p, tokens, seed in zip(prompts, said, seeds, strict=True)][::-1]
 
 
 class Judge:
     """Scores as given, by (prompt id, length of the response); None: not valid."""
 
-    def __init__(self, fakes, score) -> None:
-        self._fakes, self._score = fakes, score
+    def __init__(self, score) -> None:
+        self._score = score
 
     def score(self, rollouts):
         found = [self._score(rollout.prompt.id, len(rollout.response)) for rollout in rollouts]
         valid = torch.tensor([one is not None for one in found])
-        return self._fakes.done(Scores(rewards=torch.tensor([one or 0.0 for one in found]), valid=valid))
-
-    def close(self) -> None: ...
+        return fake_parts.done(Scores(rewards=torch.tensor([one or 0.0 for one in found]), valid=valid))
 
 
 @pytest.fixture
-def task(make_task, fakes):
+def task(make_task):
     """`task(config, reward, accuracy)`: over two held-out prompts."""
-    from aligner.protocols import Replica
 
     def make(config: ValidationConfig, reward=lambda number, length: float(length), accuracy=None, **fields):
         return make_task(
             [],
-            engine=Engine(Replica()),
-            reward=Judge(fakes, reward),
+            engine=Engine([]),
+            reward=Judge(reward),
             held_out={
-                "scorer": None if accuracy is None else Judge(fakes, accuracy),
+                "scorer": None if accuracy is None else Judge(accuracy),
                 "sampling": SamplingConfig(temperature=0.0, max_response_length=3),
                 "config": config,
                 **fields,
