@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -16,3 +18,23 @@ def load_module(path: Path, name: str = "") -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
+
+
+def write_byte_tokenizer(
+    directory: Path, special: Sequence[str], *, adds: Sequence[str] = (), first: Sequence[str] = (), **settings: object
+) -> Path:
+    """One token per byte, and special ones, behind them or `first`; `adds`: those that it begins every text with."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Backend
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: number for number, letter in enumerate((*first, *letters))}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    if adds:
+        added = [(token, backend.token_to_id(token)) for token in adds]
+        backend.post_processor = processors.TemplateProcessing(single=f"{' '.join(adds)} $A", special_tokens=added)
+    directory.mkdir(parents=True)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}))
+    return directory

@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
+from aligner.cluster.run_directory import POLICY
+from aligner.loop.checkpointing import RunCheckpointer
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
 from aligner.models.checkpoint.checkpoint import SaveRequest
 from aligner.models.checkpoint.checkpoint import save as save_checkpoint
+from aligner.models.checkpoint.files import complete_steps
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.run.session import Session
+from aligner.run.settings import CheckpointConfig
 from aligner.types import LabeledBatch, PreferenceBatch, ValueBatch
 
 ROWS, WIDTH, VOCAB = 4, 12, 61
@@ -46,6 +51,18 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def keeper(session: Session, model: Any, critic: Any = None, **options: Any) -> RunCheckpointer:
+    """Of a policy's checkpoints; `options`: fields of `CheckpointConfig`, or its own `damaged` and `resident`."""
+    own = {name: options.pop(name) for name in ("damaged", "resident") if name in options}
+    settings = CheckpointConfig(**{"asynchronous": False} | options)
+    return RunCheckpointer(session, model, name=POLICY, tokenizer=session.directory.path, config=settings, critic=critic, **own)
+
+
+def steps(session: Session, name: str = POLICY) -> list[int]:
+    """Those with a complete checkpoint."""
+    return list(complete_steps(session.directory.checkpoints / name))
 
 
 def save(model: Any, directory: Path, step: int = 2, **state: Any) -> Path:

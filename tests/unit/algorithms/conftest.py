@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import fake_parts
 import pytest
+
+from aligner.cluster.run_directory import RunDirectory
+from aligner.run.session import Session
 
 
 @pytest.fixture(scope="session")
 def fakes() -> ModuleType:
     """The module tests/fakes/fake_parts.py."""
     return fake_parts
+
+
+@pytest.fixture
+def session(topology, tmp_path: Path) -> Session:
+    """Of a run that has just begun."""
+    return Session(topology=topology, directory=RunDirectory(tmp_path / "run").create(), config_yaml="run: {}\n")
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from fake_parts import value_metrics
+from model_steps import keeper
 
 from aligner.algorithms.ppo import PPO, PPOConfig, TrainPPO
 from aligner.cluster.component import Placement
-from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
+from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import CheckpointError, ConfigError, RunHalted
-from aligner.loop.checkpointing import RunCheckpointer
 from aligner.loop.loop import Clock
 from aligner.losses.value import value_loss
 from aligner.models.checkpoint.files import complete_steps
@@ -25,8 +25,6 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.online.collect import ScoredRollouts
 from aligner.online.critics import ModelCritic, ServedCritic, ValueTraining
 from aligner.parallel.topology import ParallelConfig
-from aligner.run.session import Session
-from aligner.run.settings import CheckpointConfig
 from aligner.servers.components import CriticConfig, CriticKind
 from aligner.servers.config import ServerConfig
 from aligner.telemetry.metrics import Max, Sum
@@ -148,25 +146,19 @@ class Beside:
 
 
 @pytest.fixture
-def pair(topology, make_model, tmp_path: Path):
+def pair(session, make_model):
     """(session, the policy's model, the critic beside it), both as after some steps."""
-    session = Session(topology=topology, directory=RunDirectory(tmp_path / "run").create(), config_yaml="run: {}\n")
     models = [make_model(kind, optimizer=OptimizerConfig()).model for kind in ("policy", "value")]
     for model in models:
         model.optimizer.step()
     return session, models[0], Beside(models[1], session.directory.path)
 
 
-def keeper(session: Session, model, beside: Beside, **config) -> RunCheckpointer:
-    settings = CheckpointConfig(**{"asynchronous": False} | config)
-    return RunCheckpointer(session, model, name=POLICY, tokenizer=session.directory.path, config=settings, resident=beside)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_both_are_saved_and_loaded(pair, asynchronous: bool) -> None:
     session, model, beside = pair
     model.version, beside.model.version = 4, 6
-    saving = keeper(session, model, beside, asynchronous=asynchronous)
+    saving = keeper(session, model, resident=beside, asynchronous=asynchronous)
     assert saving.version() == 10  # a step that has changed either of them is not whole
     head = beside.model.module.score_head.weight
     saved = head.detach().clone()
@@ -175,7 +167,7 @@ def test_both_are_saved_and_loaded(pair, asynchronous: bool) -> None:
         head.fill_(3.0)
     saving.wait()
     model.version = beside.model.version = 0
-    again = keeper(session, model, beside)
+    again = keeper(session, model, resident=beside)
     assert again.load() == (2, {"kl_coef": 0.5})
     assert (model.version, beside.model.version) == (4, 6) and torch.equal(head, saved)
     again.rescue(3, {})
@@ -187,23 +179,23 @@ def test_both_are_saved_and_loaded(pair, asynchronous: bool) -> None:
 def test_what_was_saved_after_the_pair_belongs_to_another_past(pair) -> None:
     """Killed between the two: the critic has a step that the policy has not."""
     session, model, beside = pair
-    saving = keeper(session, model, beside)
+    saving = keeper(session, model, resident=beside)
     for step in (2, 4):
         saving.save(step, {}, {})
     policy, critic = (session.directory.checkpoints / name for name in (POLICY, CRITIC))
     (policy / "step_000004").rename(policy / "lost")
-    assert keeper(session, model, beside).load()[0] == 2
+    assert keeper(session, model, resident=beside).load()[0] == 2
     assert list(complete_steps(critic)) == [2] and (critic / "unpaired_step_000004").exists()
     assert (critic / "latest").read_text() == (policy / "latest").read_text()
 
 
 def test_a_lost_partner_is_not_made_up_for(pair) -> None:
     session, model, beside = pair
-    keeper(session, model, beside).save(2, {}, {})
+    keeper(session, model, resident=beside).save(2, {}, {})
     critic = session.directory.checkpoints / CRITIC
     (critic / "step_000002").rename(critic / "lost")
     with pytest.raises(CheckpointError, match="has step 2 and .*critic has none that fits: the two are saved together"):
-        keeper(session, model, beside).load()
+        keeper(session, model, resident=beside).load()
 
 
 @pytest.mark.parametrize(

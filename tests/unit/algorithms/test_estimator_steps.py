@@ -255,36 +255,6 @@ def test_steps_that_are_left_out_leave_out_their_rounds(make) -> None:
     assert algorithm.kl_coef == 0.1
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        (
-            {"advantage_estimator": "rloo", "group_size": 1},
-            "algorithm.group_size=1: a group needs at least 2 responses to compare, with advantage_estimator=rl",
-        ),
-        (
-            {"advantage_estimator": "reinforce", "dynamic_sampling": True},
-            "algorithm.dynamic_sampling=true: advantage_estimator=reinforce learns from equal",
-        ),
-        ({"std_epsilon": -1.0}, "algorithm.std_epsilon=-1.0: must be finite and not negative"),
-        (
-            {"advantage_estimator": "rloo", "normalize_std": False},
-            "algorithm.normalize_std=false: advantage_estimator=rloo does not divide by",
-        ),
-        ({"gamma": 0.9}, "algorithm.gamma=0.9: advantage_estimator=grpo has one advantage per response; allowed: 1"),
-        ({"advantage_estimator": "remax", "gamma": 1.5}, "algorithm.gamma=1.5: must be between 0 and 1"),
-        ({"kl_target": 0.1, "kl_coef": 0.0}, "algorithm.kl_target=0.1: moves kl_coef=0, which stays 0; allowed: 0, or kl_coef above 0"),
-        ({"max_rounds_per_step": 0}, "algorithm.max_rounds_per_step=0: must be at least 1"),
-    ],
-)
-def test_what_does_not_go_together(settings: dict, text: str) -> None:
-    if "advantage_estimator" in settings:
-        settings = settings | {"advantage_estimator": Estimator(settings["advantage_estimator"])}
-    with pytest.raises(ConfigError) as caught:
-        GRPOConfig(**settings)
-    assert str(caught.value).startswith(text)
-
-
 def test_a_kl_that_holds_nothing_is_said() -> None:
     (warning,) = GRPOConfig(kl_estimator=KLEstimator.k1).warnings
     assert warning.startswith("algorithm.kl_estimator=k1 in the loss holds nothing")

@@ -8,24 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_steps import keeper, steps
 from training_jobs import eventually
 
-from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import CheckpointError, ConfigError, ServerUnreachable
 from aligner.loop.checkpointing import CRITIC, POLICY, CriticCheckpointer, RunCheckpointer, load_critic, newest_pair
 from aligner.loop.loop import BY_TIME
 from aligner.models.checkpoint import checkpoint
-from aligner.models.checkpoint.files import complete_steps
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.run.session import Session
 from aligner.run.settings import BestMode, CheckpointConfig
 from aligner.servers.ledger import Ledger, Refused
 from aligner.servers.payloads import SaveRequest, TrainIdentity, TrainReply
-
-
-@pytest.fixture
-def session(topology, tmp_path: Path) -> Session:
-    return Session(topology=topology, directory=RunDirectory(tmp_path / "run").create(), config_yaml="run: {}\n")
 
 
 def stepped(model):
@@ -42,15 +36,6 @@ def model(make_model):
 @pytest.fixture
 def value_model(make_model):
     return stepped(make_model("value", optimizer=OptimizerConfig()).model)
-
-
-def keeper(session: Session, model, critic=None, **config) -> RunCheckpointer:
-    settings = CheckpointConfig(**{"asynchronous": False} | config)
-    return RunCheckpointer(session, model, name=POLICY, tokenizer=session.directory.path, config=settings, critic=critic)
-
-
-def steps(session: Session, name: str = POLICY) -> list[int]:
-    return list(complete_steps(session.directory.checkpoints / name))
 
 
 def trained(session: Session, *steps: int) -> Ledger:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from model_steps import keeper, make_batch, steps
 
-from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
+from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import CheckpointError, RunHalted
-from aligner.loop.checkpointing import RunCheckpointer, keep, load_critic
+from aligner.loop.checkpointing import keep, load_critic
 from aligner.loop.loop import Clock, StepResult, run
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint, files
@@ -19,12 +19,6 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.run.session import Session
 from aligner.run.settings import CheckpointConfig, DamagedCheckpoint, LoopConfig
 from aligner.servers.ledger import Ledger
-from aligner.types import LabeledBatch
-
-
-@pytest.fixture
-def session(topology, tmp_path: Path) -> Session:
-    return Session(topology=topology, directory=RunDirectory(tmp_path / "run").create(), config_yaml="run: {}\n")
 
 
 @pytest.fixture
@@ -50,15 +44,6 @@ def critic(session, make_model, fakes):
     return made
 
 
-def keeper(session: Session, model, critic=None, damaged=DamagedCheckpoint.fall_back, **config) -> RunCheckpointer:
-    settings, tokenizer = CheckpointConfig(**{"asynchronous": False} | config), session.directory.path
-    return RunCheckpointer(session, model, name=POLICY, tokenizer=tokenizer, config=settings, critic=critic, damaged=damaged)
-
-
-def steps(session: Session, name: str = POLICY) -> list[int]:
-    return list(files.complete_steps(session.directory.checkpoints / name))
-
-
 def shorten(path: Path) -> None:
     """Take the last byte of the largest file of a checkpoint."""
     largest = max(path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
@@ -72,11 +57,9 @@ class Steps:
         self.policy, self.bad, self.notes = policy, bad, []
 
     def step(self, step: int, clock: Clock) -> StepResult:
-        tokens = torch.randint(1, 61, (4, 12), generator=torch.Generator().manual_seed(step))
-        batch = LabeledBatch(tokens=tokens, lengths=torch.full((4,), 12), loss_mask=torch.arange(12).expand(4, 12) > 3)
         if step == self.bad:
             self.policy.model.optimizer.param_groups[0]["eps"] = math.nan
-        self.policy.train_step(batch, sft_loss)
+        self.policy.train_step(make_batch(number=step), sft_loss)
         return StepResult(metrics={})
 
     def note(self, text: str) -> None:

@@ -1,19 +1,16 @@
-"""SteerLM 2: records, weights and the update's gradient by hand."""
+"""SteerLM 2: weights and the update's gradient by hand."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from aligner.algorithms.steerlm2 import Proposal, SteerLM2, SteerLM2Config
 from aligner.data.collate import SupervisedExample
-from aligner.data.config import BadLines, ProposalDataConfig
-from aligner.data.proposals import ProposedGroup, load_proposals
-from aligner.errors import ConfigError, DataError
+from aligner.data.proposals import ProposedGroup
+from aligner.errors import DataError
 from aligner.loop.loop import Clock
 from aligner.losses.sft import steerlm_loss
 from aligner.types import TokenOutputs
@@ -64,78 +61,3 @@ def test_steps_bring_a_model_to_what_is_aimed_at(make_model) -> None:
     metrics = [algorithm.step(step, Clock()).metrics for step in range(1, 13)]
     assert metrics[0]["steerlm/kl"] == pytest.approx(before, rel=1e-5) and before > 0.02
     assert algorithm.validate()["validation/kl"] < before / 5
-
-
-RECORD = {
-    "system": "s",
-    "prompt_turns": [{"from": "User", "value": "a"}],
-    "label": "quality:4",
-    "responses": [
-        {"from": "Assistant", "value": "b", "log(P(a|x,y))": -1, "log(P(y|x))": -2, "log(Q(y|a,x))": -3},
-        {"from": "Assistant", "value": "c", "log(P(a|x,y))": -0.5, "log(P(y|x))": -4, "log(Q(y|a,x))": -5},
-    ],
-}
-
-
-class Characters:
-    """One id per character."""
-
-    bos_id, begin_ids, eos_id, path, vision = 1, (1,), 2, "x", None
-
-    def protected(self, text: str) -> str:
-        return text
-
-    def is_framed(self, text: str) -> bool:
-        return False
-
-    def encode(self, text: str, **_: object) -> list[int]:
-        return [ord(c) for c in text]
-
-    def continuation(self, prefix: str, text: str, **_: object) -> list[int]:
-        return self.encode(text)
-
-
-def load(path: Path, **settings):
-    return load_proposals(str(path), ProposalDataConfig(train=str(path), **settings), Characters())
-
-
-def test_records(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps(RECORD) + "\n")
-    (found,), _ = load(path)
-    assert found.targets == (-3.0, -4.5) and found.proposals == (-3.0, -5.0)
-    text = "<extra_id_0>System\ns\n<extra_id_1>User\na\n<extra_id_1>Assistant\n<extra_id_2>quality:4\n"
-    for one, answer in zip(found.rows, "bc", strict=True):
-        assert "".join(map(chr, one.tokens[1:-1])) == f"{text}{answer}\n<extra_id_1>" and one.tokens[-1] == 2
-        assert sum(one.loss_mask) == len(f"{answer}\n<extra_id_1>") + 1
-
-
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"responses": RECORD["responses"][:1]}, "field 'responses' has 1 responses, expected at least 2"),
-        ({"label": ""}, "field 'label' is '', expected a non-empty string"),
-        ({"prompt_turns": []}, "field 'prompt_turns' is [], expected a non-empty list"),
-        ({"responses": [RECORD["responses"][0], RECORD["responses"][1] | {"log(P(y|x))": None}]}, "[1]': 'log(P(y|x))' is None"),
-        ({"responses": [RECORD["responses"][0], "b"]}, "field 'responses[1]' is 'b', expected {from, value, label}"),
-    ],
-)
-def test_bad_records(tmp_path: Path, changed: dict, text: str) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in (RECORD, RECORD | changed)))
-    with pytest.raises(DataError) as caught:
-        load(path)
-    assert f"{path}:2: " in str(caught.value) and text in str(caught.value)
-    kept, report = load(path, bad_lines=BadLines.skip)
-    assert len(kept) == 1 and report.num_bad == 1
-
-
-def test_groups_of_one_size(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    more = RECORD | {"responses": [*RECORD["responses"], RECORD["responses"][0]]}
-    path.write_text("".join(json.dumps(one) + "\n" for one in (RECORD, more)))
-    with pytest.raises(DataError, match=r"records have \[2, 3\] responses, expected the same number in all"):
-        load(path)
-    assert [len(one.rows) for one in load(path, num_responses=2)[0]] == [2, 2]
-    with pytest.raises(ConfigError, match="algorithm.batch_size=0"):
-        SteerLM2Config(batch_size=0)

@@ -9,13 +9,13 @@ mark what an assistant wrote: where they are, the rows are held against `transfo
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from builders import write_byte_tokenizer
 
 from aligner.data.encoding import Encoded, encode_conversation
 from aligner.data.messages import Conversation, parse_messages
@@ -277,18 +277,8 @@ _OTHERS = ("<|endoftext|>", "<s>", "</s>", "<think>", "</think>", "<tool_call>",
 
 def make_tokenizer(folder: Path, template: str, end: str, row: str = "") -> Tokenizer:
     """Bytes, and the special tokens that the template and the row have."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-
-    backend = Backend(models.BPE({letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = dict.fromkeys([*_OTHERS, end, *_SPECIAL.findall(template + row)])
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    folder.mkdir()
-    backend.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": end, "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    return load_tokenizer(folder)
+    special = list(dict.fromkeys([*_OTHERS, end, *_SPECIAL.findall(template + row)]))
+    return load_tokenizer(write_byte_tokenizer(folder, special, bos_token="<s>", eos_token=end, chat_template=template))
 
 
 def conversation(*said: str, **last: object) -> Conversation:
@@ -392,33 +382,10 @@ def test_what_a_template_leaves_out_is_said(template, told, tmp_path):
         )
 
 
-TRL = [
-    "cohere2",
-    "deepseek_r1_distill",
-    "deepseekv3",
-    "gemma",
-    "gemma3",
-    "glm4moe",
-    "gptoss",
-    "idefics3",
-    "llama3",
-    "llama3_1",
-    "llama3_2",
-    "llava_next",
-]
-TRL += [
-    "nemotron_3_nano",
-    "phi3",
-    "phi3_5",
-    "qwen2_5",
-    "qwen2_5_vl",
-    "qwen3",
-    "qwen3_5_nothink",
-    "qwen3_5_think",
-    "qwen3_instruct_2507",
-    "qwen3_vl",
-    "smolvlm",
-]
+TRL = (
+    "cohere2 deepseek_r1_distill deepseekv3 gemma gemma3 glm4moe gptoss idefics3 llama3 llama3_1 llama3_2 llava_next nemotron_3_nano phi3 phi3_5 "
+    "qwen2_5 qwen2_5_vl qwen3 qwen3_5_nothink qwen3_5_think qwen3_instruct_2507 qwen3_vl smolvlm"
+).split()
 TRL_ENDS = {
     "gemma": "<end_of_turn>",
     "llama3": "<|eot_id|>",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from builders import load_module
 
 from aligner.data.config import PreferenceDataConfig, RegressionDataConfig, SFTDataConfig
 from aligner.data.judged import load_regression
@@ -23,10 +23,7 @@ MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
 
 def program(name: str) -> ModuleType:
     sys.path.insert(0, str(FOLDER))  # as Python does for a script: they share conversion.py
-    spec = importlib.util.spec_from_file_location(f"converter_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(FOLDER / f"{name}.py", f"converter_{name}")
 
 
 @pytest.fixture

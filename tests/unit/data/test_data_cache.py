@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
 import pyarrow as pa
@@ -118,18 +118,10 @@ def test_examples_that_cannot_be_kept_are_refused(tmp_path):
 
     with pytest.raises(stored.NotStorable, match="dict"):
         stored.schema_of(Odd)
+    row = SimpleNamespace(tokens=(1, 2), loss_mask=(False, True))
     with pytest.raises(DataError, match="records have different numbers of responses"):
-        stored.write_index(tmp_path, [], [row_counts([pair]) for pair in (_Rows(2), _Rows(3))])
+        stored.write_index(tmp_path, [], [row_counts([SimpleNamespace(rows=(row,) * count)]) for count in (2, 3)])
     assert ProposalDataConfig(train="a").cache == ""
-
-
-class _Rows:
-    def __init__(self, count: int) -> None:
-        self.rows = tuple(_Row() for _ in range(count))
-
-
-class _Row:
-    tokens, loss_mask = (1, 2), (False, True)
 
 
 def test_a_key_is_of_content_settings_and_tokenizer(jsonl, chars, kept, make_tokenizer_dir):
@@ -262,15 +254,6 @@ def test_two_machines_that_make_the_same_do_no_harm(jsonl, chars, kept, monkeypa
     monkeypatch.setattr(cache._Storing, "convert", slow)
     assert list(read(path, chars, **kept)[0]) == list(read(path, chars)[0])
     assert len(made(kept)) == 1 and not list(Path(kept["cache"]).glob(".*"))
-
-
-def test_the_files_are_arrow_streams(jsonl, chars, kept):
-    read(jsonl(*SFT), chars, **kept)
-    (directory,) = made(kept)
-    with pa.memory_map(str(directory / "shard_000.arrow")) as file:
-        table = pa.ipc.open_stream(file).read_all()
-    assert table.column_names == ["tokens", "loss_mask", "source", "extras"] and table.num_rows == 6  # blocks 0, 2 and 4 of 2
-    assert json.loads((directory / "manifest.json").read_text())["report"]["num_kept"] == 10
 
 
 def test_the_heart_beats_while_others_tokenize(jsonl, chars, kept):

@@ -151,8 +151,9 @@ def test_save_to_disk_is_read_with_and_without_the_prefix(tmp_path, monkeypatch)
     datasets.load_from_disk(saved).map(lambda row: {"prompt": "mapped"})  # writes its cache beside the data
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(several)
     assert files_read(saved) == files_read(f"datasets:{saved}") == files_read(several) == ["a", "b"]
-    assert files_read(f"{several}:test") == files_read(f"{several}/test") == ["b"]
+    assert files_read(f"{several}:test") == files_read(f"{several}/test") == files_read(f"datasets:{several}:test") == ["b"]
     assert [raw.source for raw in read_records(saved)] == [f"{saved}:1", f"{saved}:2"]
+    assert [raw.source for raw in read_records(f"datasets:{several}:test")] == [f"datasets:{several}:test:1"]
     with pytest.raises(DataError, match="no split 'dev', there are train, test"):
         files_read(f"{several}:dev")
     for place in (saved, f"datasets:{saved}"):

@@ -22,7 +22,7 @@ from aligner.data.forms import Purpose, advice, recast
 from aligner.data.judged import load_regression, load_unpaired
 from aligner.data.messages import Message
 from aligner.data.prompts import load_prompts
-from aligner.data.records import parse_judged, parse_preference, parse_prompt, parse_supervised
+from aligner.data.records import parse_judged, parse_preference, parse_prompt, parse_supervised, split_dialogue
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import load_preferences, load_supervised
 from aligner.errors import ConfigError, DataError
@@ -137,6 +137,14 @@ def test_pairs(form, record, prompt, chosen, rejected, margin):
     found = parse_preference(raw)
     assert raw.value.form.value == form
     assert (found.prompt, found.chosen, found.rejected, found.margin) == (prompt, chosen, rejected, margin)
+
+
+def test_split_dialogue_takes_the_last_common_turn():
+    """Turn 1 is shared, turn 2 differs; what follows the first difference belongs to the responses, whole."""
+    shared = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+    assert split_dialogue(shared + " d", shared + " e\n\nAssistant: f") == (shared, " d", " e\n\nAssistant: f")
+    with pytest.raises(DataError, match="expected a common beginning that contains"):
+        split_dialogue("\n\nHuman: a\n\nAssistant: b", "\n\nHuman: z\n\nAssistant: b")
 
 
 JUDGED = [

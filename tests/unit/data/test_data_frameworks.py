@@ -14,7 +14,6 @@ from aligner.data.judged import load_unpaired
 from aligner.data.prompts import load_prompts
 from aligner.data.supervised import load_preferences, load_supervised
 
-DOCS = Path(__file__).parents[3] / "docs" / "data.md"
 LOADERS: dict[str, tuple[Callable[..., Any], type]] = {
     "SFT": (load_supervised, SFTDataConfig),
     "prompts": (load_prompts, PromptDataConfig),

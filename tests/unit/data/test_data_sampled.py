@@ -128,6 +128,14 @@ def test_generate_writes_what_is_read(jsonl, chars) -> None:
         plain.proposed([])
 
 
+def test_groups_of_one_size(jsonl, chars) -> None:
+    scored = [one | {"log(P(a|x,y))": -1.0, "log(P(y|x))": -2.0} for one in RECORD["responses"]]
+    path = jsonl(RECORD | {"responses": scored[:2]}, RECORD | {"responses": scored})
+    with pytest.raises(DataError, match=r"records have \[2, 3\] responses, expected the same number in all"):
+        load_proposals(path, ProposalDataConfig(train=path), chars)
+    assert [len(one.rows) for one in load_proposals(path, ProposalDataConfig(train=path, num_responses=2), chars)[0]] == [2, 2]
+
+
 def test_beta_by_hand() -> None:
     """Beta(2, 3) has the distribution function 6 x^2 - 8 x^3 + 3 x^4; near an end, without loss of digits."""
 

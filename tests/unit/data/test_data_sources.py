@@ -45,18 +45,6 @@ def test_json_list_parquet_and_directory(tmp_path, jsonl):
     assert records[3].source == f"{tmp_path / 'b.parquet'}:2" and records[4].source == f"{tmp_path / 'c.jsonl'}:1"
 
 
-def test_datasets_saved_to_disk(tmp_path):
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"text": ["p", "q"]})
-    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(str(tmp_path / "d"))
-    name = f"datasets:{tmp_path / 'd'}"
-    assert [r.value for r in read_records(name)] == [{"text": "p"}, {"text": "q"}]
-    assert [(r.value, r.source) for r in read_records(f"{name}:test")] == [({"text": "q"}, f"{name}:test:1")]
-    with pytest.raises(DataError, match="no split 'dev', there are train, test"):
-        list(read_records(f"{name}:dev"))
-
-
 def test_datasets_from_a_local_folder_of_files(tmp_path, monkeypatch):
     import datasets
 

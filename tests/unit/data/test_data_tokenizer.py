@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from datetime import date
 from types import SimpleNamespace
 
 import pytest
+from builders import write_byte_tokenizer
 from tokenizers import Tokenizer as Written
-from tokenizers import pre_tokenizers, processors
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from aligner.cluster.run_directory import RunDirectory
@@ -73,14 +73,10 @@ def test_check_vocabulary_names_both(chars):
         check_vocabulary(chars, 100)
 
 
-def test_chat_template(chars, make_tokenizer_dir):
-    user = Message(role="user", content="hi")
-    assert chars.decode(chars.apply_chat_template([user], add_generation_prompt=True), skip_special=False) == "<bos><u>hi<a>"
-    with pytest.raises(DataError, match="no system role"):
-        chars.apply_chat_template([Message(role="system", content="s")], add_generation_prompt=True)
+def test_a_tokenizer_without_a_chat_template(make_tokenizer_dir):
     plain = load_tokenizer(make_tokenizer_dir(eos_token="<eos>"))
     with pytest.raises(ConfigError, match="has no chat template: looked for"):
-        plain.apply_chat_template([user], add_generation_prompt=True)
+        plain.apply_chat_template([Message(role="user", content="hi")], add_generation_prompt=True)
 
 
 def test_stories_round_trip(shared_data, tmp_path):
@@ -105,29 +101,9 @@ def test_a_sampled_response_is_read_so_that_it_is_encoded_as_it_was(shared_data)
     assert tokenizer.decode_after(prompt, [2], skip_special=False) == "</s>"
 
 
-def test_damaged_tokenizer_directory_without_json_config(shared_data, tmp_path):
-    shutil.copy(shared_data("stories260k") / "tokenizer.json", tmp_path)
-    with pytest.raises(ConfigError, match="no end-of-sequence token|does not load"):
-        load_tokenizer(tmp_path)
-
-
 def write_chat(folder, template, **settings):
     """A byte-level tokenizer with this template, or these by name."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "[gMASK]", "<sop>")])
-    if begin := settings.pop("adds", ()):
-        added = [(token, backend.token_to_id(token)) for token in begin]
-        backend.post_processor = processors.TemplateProcessing(single=f"{' '.join(begin)} $A", special_tokens=added)
-    folder.mkdir()
-    backend.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names | settings))
-    return folder
+    return write_byte_tokenizer(folder, ("<s>", "</s>", "[gMASK]", "<sop>"), **{"eos_token": "</s>", "chat_template": template} | settings)
 
 
 @pytest.mark.parametrize(

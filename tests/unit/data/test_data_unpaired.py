@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aligner.data.collate import SupervisedExample
-from aligner.data.config import BadLines, Overlong, UnpairedDataConfig
+from aligner.data.config import Overlong, UnpairedDataConfig
 from aligner.data.judged import UnpairedExample, load_unpaired, mismatched, unpaired_batch
-from aligner.errors import DataError
 
 A, B, C = (5 + ord(c) - 32 for c in "abc")  # ids in the character tokenizer
 BOS, EOS = 1, 2
@@ -33,27 +32,6 @@ def test_records_of_every_kind(jsonl, chars):
     assert examples[3].response == (EOS,)
     assert [example.response for example in examples[-2:]] == [(A, EOS), (C, EOS)] and examples[-1].prompt == (BOS, B)
     assert examples[-1].row.source == f"{path}:6" and report.num_kept == report.num_records == 7
-
-
-def test_bad_lines(jsonl, chars):
-    path = jsonl(
-        {"prompt": "a", "response": "b", "preference": "good"},
-        {"prompt": "a", "response": "", "preference": "chosen"},
-        {"prompt": "a", "response": "b"},
-        {"prompt": "a", "preference": True},
-        {"prompt": "a", "response": "b", "preference": float("nan")},
-        {"prompt": "a", "response": "b", "preference": True},
-    )
-    with pytest.raises(DataError) as caught:
-        load(path, chars)
-    text = str(caught.value)
-    assert "5 of 6 records" in text
-    assert f"{path}:1: field 'preference' is 'good', allowed: 'chosen' or 'rejected', true or false, 1 or 0" in text
-    assert f"{path}:2: field 'response' is '', expected a non-empty string" in text
-    assert f"{path}:3: has the fields ['prompt', 'response'], expected {{prompt, response, preference}}" in text
-    assert f"{path}:4: has the fields ['preference', 'prompt'], expected" in text and f"{path}:5: field 'preference' is nan" in text
-    examples, report = load(path, chars, bad_lines=BadLines.skip)
-    assert len(examples) == 1 and report.num_bad == 5
 
 
 def test_long_responses(jsonl, chars):

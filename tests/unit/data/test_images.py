@@ -54,7 +54,6 @@ from aligner.data.labelled import load_requests, load_unlabelled
 from aligner.data.messages import Image as Picture
 from aligner.data.messages import Message
 from aligner.data.prompts import load_prompts, read_questions
-from aligner.data.rendering import Rendered
 from aligner.data.sources import Fields, RawRecord
 from aligner.data.supervised import load_demonstrations, load_preferences, load_supervised
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
@@ -199,13 +198,6 @@ def test_a_template_that_writes_other_numbers_of_images(seeing, jsonl, tmp_path)
         config = SFTDataConfig(train=path, chat_template=str(template))
         with pytest.raises(DataError, match=rf"writes {times} times '<\|image_pad\|>' for 1 images, expected one for each"):
             load_supervised(path, config, seeing().chatting(config))
-
-
-def test_what_an_assistant_wrote_moves_with_the_slots_before_it():
-    rendered = Rendered("a#bc#d#ef", ((2, 4), (8, 9)))
-    moved = rendered.replaced([(1, 2), (4, 5), (6, 7)], ["<<<>>>", "", "!!"])
-    assert moved.text == "a<<<>>>bcd!!ef"
-    assert [moved.text[start:stop] for start, stop in moved.written] == ["bc", "f"]
 
 
 def test_only_the_answer_is_learnt_behind_an_image(seeing, jsonl, tmp_path):

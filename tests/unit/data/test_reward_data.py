@@ -85,16 +85,6 @@ def test_a_conversation_is_an_example_for_each_label(jsonl, chars):
     assert [example.labels for example in examples] == 2 * [(4.0, MISSING), (0.0, 1.0)] and report.num_kept == 2
 
 
-def test_bad_records_have_their_line(jsonl, chars):
-    conversation = {"conversations": [{"from": "User", "value": "a"}, {"from": "Assistant", "value": "b"}]}
-    path = jsonl({"text": "a"}, {"text": "a", "label": [float("nan"), 1]}, conversation, {"text": "ab", "label": [1, 2]})
-    with pytest.raises(DataError) as caught:
-        regression(path, chars)
-    for line, text in ((1, "expected a field 'label'"), (2, "label': good is nan"), (3, "no turn with a label")):
-        assert f"{path}:{line}: " in str(caught.value) and text in str(caught.value)
-    assert len(regression(path, chars, bad_lines=BadLines.skip)[0]) == 1
-
-
 def test_steps_are_judged_at_their_separators(jsonl, chars):
     path = jsonl(
         {"prompt": "a", "steps": ["b", "cc"], "labels": [1, 0]}, {"prompt": "a", "completions": ["b", "c"], "labels": [None, True]}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from builders import write_byte_tokenizer
 
 from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig, SpecialText
 from aligner.data.encoding import PromptStyle, encode_conversation, encode_prompt, encode_response
@@ -30,31 +31,22 @@ def make_tokenizer(
     folder: Path, *, kind: str = "bpe", template: str = CHATML, special: tuple[str, ...] = SPECIAL, **settings: object
 ) -> Path:
     """Byte-level, its special tokens in the vocabulary or behind it, or SentencePiece's form, which puts a space before the first word."""
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": template} | settings
+    if kind != "metaspace":
+        return write_byte_tokenizer(folder, special, first=special if kind == "inside" else (), **named)
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    if kind == "metaspace":
-        letters = ["\N{LOWER ONE EIGHTH BLOCK}", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(256))]
-        vocabulary = {letter: number for number, letter in enumerate(("<unk>", *letters))}
-        backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        space = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
-        backend.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    else:
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        first = special if kind == "inside" else ()
-        backend = Backend(models.BPE({letter: number for number, letter in enumerate((*first, *letters))}, []))
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = ["\N{LOWER ONE EIGHTH BLOCK}", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {letter: number for number, letter in enumerate(("<unk>", *letters))}
+    backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    space = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    backend.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     folder.mkdir(parents=True)
     backend.save(str(folder / "tokenizer.json"))
-    named = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "chat_template": template,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(named | settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
     return folder
 
 
