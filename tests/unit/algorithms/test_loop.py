@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from fake_parts import Recorder, raises
 
 from aligner.data.order import EpochSampler
 from aligner.errors import AlignerError, CheckpointError, ConfigError, ServerUnreachable
-from aligner.loop.loop import BY_TIME, TimeBudget
+from aligner.loop.loop import BY_TIME, TimeBudget, seconds_left
 from aligner.run.settings import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
@@ -118,28 +119,20 @@ def test_a_dead_server_saves_the_last_whole_step() -> None:
     assert recorder.notes == ["the run cannot continue after step 2 (critic is gone); saving that step"]
 
 
-def test_a_server_that_dies_with_the_signal_does_not_cost_the_checkpoint() -> None:
-    recorder = Recorder(on_step={2: lambda: os.kill(os.getpid(), signal.SIGTERM)})
-    recorder.on_save = raises(ServerUnreachable("critic got the signal too"))
-    with pytest.raises(ServerUnreachable):
-        recorder.run(max_steps=9)
-    assert recorder.events[-1] == "rescue 2 2"
-
-
-def test_an_error_of_what_the_step_left_running() -> None:
+@pytest.mark.parametrize(
+    ("where", "fields", "last"),
+    [
+        ("on_finish", {"max_steps": 2}, "finish"),  # of what the step left running
+        ("on_save", {"max_steps": 2}, "finish"),  # the critic got the signal too
+        ("on_validate", {"max_steps": 9, "validate_every": 2}, "validate"),
+    ],
+)
+def test_an_error_behind_a_whole_step_does_not_cost_it(where: str, fields: dict, last: str) -> None:
     recorder = Recorder()
-    recorder.on_finish = raises(ServerUnreachable("died while training"))
+    setattr(recorder, where, raises(ServerUnreachable("died meanwhile")))
     with pytest.raises(ServerUnreachable):
-        recorder.run(max_steps=2)
-    assert recorder.events[-2:] == ["finish", "rescue 2 2"]
-
-
-def test_an_error_in_validation_keeps_the_step() -> None:
-    recorder = Recorder()
-    recorder.on_validate = raises(AlignerError("no such function"))
-    with pytest.raises(AlignerError, match="no such function"):
-        recorder.run(max_steps=9, validate_every=2)
-    assert recorder.events[-2:] == ["validate", "rescue 2 2"]
+        recorder.run(**fields)
+    assert recorder.events[-2:] == [last, "rescue 2 2"]
 
 
 def test_nothing_to_rescue() -> None:
@@ -243,3 +236,31 @@ def test_another_length_by_epochs() -> None:
     assert LoopConfig(epochs=2, max_steps=13).over(order).epochs == 2
     assert LoopConfig(epochs=2, max_steps=12).over(order) == LoopConfig(max_steps=12)  # sooner
     assert LoopConfig(epochs=2, max_steps=99).over(order) == LoopConfig(epochs=2, max_steps=13)
+
+
+def test_a_step_and_a_save_must_fit(monkeypatch) -> None:
+    """A run that knows the end of its time does not begin a step that it could not save."""
+    clock = Watch(Recorder())
+    clock.now = 1000
+    monkeypatch.setattr("aligner.loop.loop.time", SimpleNamespace(time=clock, monotonic=clock))
+    budget = TimeBudget(seconds_left({"ALIGNER_END_TIME": "1300"}), clock=clock)
+    assert not budget.is_over()  # nothing is known of the first step
+    with budget.step():
+        clock.now += 50
+    assert budget.needed_seconds() == pytest.approx(120)  # 1.2 times a step of 50 s and a save that is taken to be as long
+    with budget.save():
+        clock.now += 20
+    assert budget.needed_seconds() == pytest.approx(84)
+    clock.now = 1216
+    assert not budget.is_over()
+    clock.now = 1217
+    assert budget.is_over()
+
+
+def test_the_longest_of_the_last_steps_counts() -> None:
+    clock = Watch(Recorder())
+    budget = TimeBudget(lambda: 1e9, clock=clock)
+    for seconds in (100, 1, 2, 3, 4, 5, 6, 7, 8):  # the first is forgotten: it compiled and warmed up
+        with budget.step():
+            clock.now += seconds
+    assert budget.needed_seconds() == pytest.approx(1.2 * 16)

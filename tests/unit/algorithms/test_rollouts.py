@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_parts import done
 from rollout_parts import Episode, scored
 
-from aligner.errors import EngineError, ServerTimeout
+from aligner.errors import EngineError, RunHalted, ServerTimeout
 from aligner.online import collect as rollouts
 from aligner.online.collect import (
     SampleRequest,
@@ -41,6 +42,7 @@ def scorers(fakes, critic=True) -> Scorers:
 
 
 SEEDS = [50, 40, 30, 20, 10]
+NAN = math.nan
 
 
 @pytest.fixture(autouse=True)
@@ -119,19 +121,25 @@ def test_a_replica_that_gets_no_prompt(fakes, prompts, monkeypatch) -> None:
 
 
 class Judge:
-    """Scores 10 * the prompt's id, made of that id and the response's length; of prompt 2 it has no reward, and says NaN for its parts."""
+    """A reward, whether it is one, and what it is made of, each by the prompt's id."""
+
+    def __init__(self, rewards, valid, **parts) -> None:
+        self.rewards, self.valid = torch.tensor(rewards), torch.tensor(valid)
+        self.parts = {name: torch.tensor(part) for name, part in parts.items()}
 
     def score(self, answers) -> Future:
-        ids = torch.tensor([float(r.prompt.id) for r in answers])
-        parts = {"id": ids.where(ids != 2, torch.nan), "length": torch.tensor([float(len(r.response)) for r in answers])}
-        future: Future = Future()
-        future.set_result(Scores(rewards=(10 * ids).where(ids != 2, torch.nan), valid=ids != 2, parts=parts))
-        return future
+        ids = [r.prompt.id for r in answers]
+        parts = {name: part[ids] for name, part in self.parts.items()}
+        return done(Scores(rewards=self.rewards[ids], valid=self.valid[ids], parts=parts))
+
+
+# Of prompt 2 it has no reward, and says NaN for a part.
+JUDGE = Judge([0, 10, NAN, 30, 40], [True, True, False, True, True], id=[0, 1, NAN, 3, 4], length=[2.0, 3, 4, 5, 6])
 
 
 def test_what_rewards_are_made_of_and_rewards_that_are_none(fakes, prompts) -> None:
     """No reward, said so by the judge, is not a reward that is not finite: the run goes on without the row."""
-    collected = collect(fakes.FakeEngine([]), prompts, SEEDS, scorers=Scorers(reward=Judge()))
+    collected = collect(fakes.FakeEngine([]), prompts, SEEDS, scorers=Scorers(reward=JUDGE))
     assert collected.rewards.tolist() == [0, 10, 0, 30, 40]
     assert collected.valid.tolist() == [True, True, False, True, True] == (~collected.failed).tolist()
     metrics = response_metrics(collected, 1.0)
@@ -148,6 +156,19 @@ def test_what_rewards_are_made_of_and_rewards_that_are_none(fakes, prompts) -> N
         joined([collected, plain])
 
 
+def test_a_number_in_a_row_that_is_not_valid_is_no_reward(fakes, prompts) -> None:
+    judge = Judge([1.0] * 3, [True, False, True])
+    found = collect(fakes.FakeEngine([]), prompts[:3], SEEDS[:3], scorers=Scorers(reward=judge))
+    assert found.valid.tolist() == [True, False, True] and found.rewards.tolist() == [1, 0, 1]
+
+
+def test_the_part_of_a_sum_that_is_not_finite_is_named(fakes, prompts) -> None:
+    """Prompt 2 has no reward, which is no number either, and nobody's fault."""
+    judge = Judge([0.5, NAN, NAN], [True, True, False], maths=[0.0, 1, 2], style=[0.5, NAN, 0.5])
+    with pytest.raises(RunHalted, match=r"reward maths \+ style gave 1 of 3 rewards that are not finite: nan \(style=nan\) for prompt "):
+        collect(fakes.FakeEngine([]), prompts[:3], SEEDS[:3], scorers=Scorers(reward=judge, reward_name="reward maths + style"))
+
+
 def test_sampling_and_scoring_as_two_halves(fakes, prompts) -> None:
     """An error of the first half is raised by the second, where every rank is."""
     engine, request = fakes.FakeEngine([]), SampleRequest(prompts=prompts, seeds=SEEDS)
@@ -160,9 +181,9 @@ def test_sampling_and_scoring_as_two_halves(fakes, prompts) -> None:
             yield []
             raise EngineError("no room for a response")
 
-    broken = start(Broken([]), request, Scorers(reward=Judge()))
+    broken = start(Broken([]), request, Scorers(reward=JUDGE))
     with pytest.raises(EngineError, match="no room"):
-        finish(broken, request, Scorers(reward=Judge()))
+        finish(broken, request, Scorers(reward=JUDGE))
 
 
 def test_only_the_leader_of_a_replica_asks_the_scorers(fakes, prompts) -> None:

@@ -87,17 +87,19 @@ def test_the_critic_takes_the_step_of_the_policy(session, model, value_model) ->
     assert weight.unique().tolist() == [4]
 
 
-def test_a_critic_that_is_behind_is_said(session, model, value_model, capsys) -> None:
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (3, "the newest critic checkpoint is of step 3: it is behind"),
+        (0, "there is no critic checkpoint up to it: the critic starts anew"),  # it died before its first one
+    ],
+)
+def test_a_critic_without_the_policys_step_is_said(session, model, value_model, capsys, saved, said) -> None:
     keeper(session, model).rescue(5, {})
-    save_critic(session, value_model, 3)
-    assert load_critic(session, value_model, CheckpointConfig()).checkpoint_step == 3
-    assert "the policy resumes after step 5, the newest critic checkpoint is of step 3: it is behind" in capsys.readouterr().out
-
-
-def test_a_critic_that_died_before_its_first_checkpoint_starts_anew(session, model, value_model, capsys) -> None:
-    keeper(session, model).rescue(5, {})
-    assert load_critic(session, value_model, CheckpointConfig()).checkpoint_step == 0
-    assert "the policy resumes after step 5, there is no critic checkpoint up to it: the critic starts anew" in capsys.readouterr().out
+    if saved:
+        save_critic(session, value_model, saved)
+    assert load_critic(session, value_model, CheckpointConfig()).checkpoint_step == saved
+    assert f"the policy resumes after step 5, {said}" in capsys.readouterr().out
 
 
 def test_a_new_run_has_a_new_critic(session, value_model, capsys) -> None:

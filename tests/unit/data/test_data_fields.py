@@ -98,17 +98,6 @@ def test_records_that_are_passed_on_whole_have_no_unused_fields(jsonl, chars):
     assert report.unused == {} and group.with_log_probs(Quantity.proposal, [0.0, 0.0])["source"] == "x"
 
 
-def test_an_instruction_is_asked_with_its_input(jsonl, chars):
-    """Alpaca's form (https://github.com/tatsu-lab/stanford_alpaca): the input is often empty."""
-    path = jsonl(ALPACA, ALPACA | {"input": ""}, {"instruction": "Translate", "output": "Hund", "input": None})
-    rows, _ = load_supervised(path, SFTDataConfig(train=path, add_bos=False), chars)
-    assert [chars.decode(row.tokens) for row in rows] == ["Translate\n\ndogHund", *["TranslateHund"] * 2]
-    (prompt, *_), report = load_prompts(path, PromptDataConfig(train=path), chars)
-    assert prompt.text == "Translate\n\ndog" and report.unused == {"output": 3}
-    named = SFTDataConfig(train=path, prompt_field="instruction", response_field="output")
-    assert load_supervised(path, named, chars)[1].unused == {"input": 1}
-
-
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 TWO_READINGS = [
     (load_supervised, SFTDataConfig, {"messages": [USER, ASSISTANT], "prompt": "a", "response": "b"}, "'messages' and 'prompt'"),

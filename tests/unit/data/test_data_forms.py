@@ -58,6 +58,8 @@ SUPERVISED = [
     ("messages", {"messages": [{"role": "developer", "content": "s"}, USER, ASSISTANT]}, chat("s s", "u q", "a a"), None),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ASSISTANT]}, chat("u q", "a a"), None),
     ("alpaca", ALPACA | {"text": "Below is an instruction"}, "Translate\n\ndog", "Hund"),
+    ("alpaca", ALPACA | {"input": ""}, "Translate", "Hund"),
+    ("alpaca", ALPACA | {"input": None}, "Translate", "Hund"),
     (
         "alpaca",
         ALPACA | {"system": "Be brief", "history": [["q", "a"]]},

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-
 from fake_hub import FakeHub
+from huggingface_hub import constants
 
 
 @pytest.fixture

@@ -11,7 +11,10 @@ from huggingface_hub import constants
 
 from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.run_directory import RunDirectory
+from aligner.commands import slurm
+from aligner.commands.parts import LaunchOptions
 from aligner.commands.plan.command import load
+from aligner.commands.slurm import launch_slurm
 from aligner.data.sources import read_records
 from aligner.errors import ConfigError
 from aligner.run.from_hub import _settings, fetch_named, fetch_one, meeting_seconds, with_names
@@ -145,3 +148,17 @@ def test_adapters_name_the_commit_of_their_base(hub, tmp_path, monkeypatch):
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "ffn_hidden_size": 8, "vocab_size": 4}
     config = peft_config(Architecture(**sizes), LoraConfig(rank=2), base=marker["base"])
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/name", commit)
+
+
+def test_a_submission_downloads_and_a_script_does_not(hub, tmp_path, monkeypatch):
+    """Where the job is submitted; the job itself still gets the names."""
+    hub.add("org/name", MODEL)
+    submitted: list[str] = []
+    monkeypatch.setattr(slurm, "_submit", lambda name, text, *, test_only: submitted.append(text) or 0)
+    settings = ["model.path=org/name", "data.train=prompts.jsonl", "cluster.device=cpu", "cluster.gpus_per_node=1"]
+    settings.append(f"run.directory={tmp_path / 'run'}")
+    assert launch_slurm("sft", settings, LaunchOptions(dry_run=True)) == 0 == launch_slurm("sft", settings, LaunchOptions(test_only=True))
+    assert not hub.requests
+    assert launch_slurm("sft", settings, LaunchOptions()) == 0
+    assert hub.downloads("model.safetensors") == 1 and "model.path=org/name" in submitted[-1] and "snapshots" not in submitted[-1]
+    assert not (tmp_path / "run").exists()

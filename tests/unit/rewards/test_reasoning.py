@@ -52,26 +52,7 @@ def test_marks_of_published_models(text, prompt, expected):
 
 
 MARKS = [*reasoning._PAIRS, *reasoning._PAIRS.values(), *reasoning._ANSWERS, *reasoning._ANSWERS.values(), ANALYSIS, FINAL]
-MARKS += [
-    "<|channel|>",
-    "<|message|>",
-    "<|start|>",
-    "<|end|>",
-    "<|call|>",
-    "analysis",
-    "final",
-    "<",
-    "|",
-    ">",
-    "/",
-    "[",
-    " ",
-    "\n",
-    "\0",
-    "\ud800",
-    "é",
-    "x",
-]
+MARKS += ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "analysis", "final", *"<|>/[ \n\0\ud800éx"]
 
 
 def test_no_text_fails_and_what_is_given_is_part_of_it():
