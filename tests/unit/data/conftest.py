@@ -61,16 +61,3 @@ def jsonl(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
-
-
-@pytest.fixture
-def shared_data(request: pytest.FixtureRequest) -> Callable[[str], Path]:
-    """A folder of real data beside the project; the test is skipped where it is absent."""
-
-    def find(name: str) -> Path:
-        path = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / name
-        if not path.exists():
-            pytest.skip(f"real data ../shared/data/{name} is absent")
-        return path
-
-    return find

@@ -80,7 +80,6 @@ _PARTS = "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p.ty
 _LLAMA3 = "'<|start_header_id|>' + ROLE + '<|end_header_id|>\\n\\n'"
 _GEMMA = ("'<start_of_turn>' + ROLE + '\\n'", "'<end_of_turn>\\n'", "'<start_of_turn>model\\n'")
 _MODEL = "('model' if m.role == 'assistant' else m.role)"
-_BOTH = "'\\n'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

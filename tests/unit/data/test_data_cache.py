@@ -268,12 +268,8 @@ def test_a_mixture_is_kept_source_by_source(jsonl, chars, kept):
     plain, _ = load_supervised(train, SFTDataConfig(train=train), chars)
     examples, _ = load_supervised(train, SFTDataConfig(train=train, **kept), chars)
     assert list(examples) == list(plain) and len(made(kept)) == 2 and row_counts(examples).tolist() == row_counts(list(plain)).tolist()
-    examples, _ = load_supervised([replace_weight(one) for one in train], SFTDataConfig(train=train, **kept), chars)
+    examples, _ = load_supervised([one | {"weight": 5} for one in train], SFTDataConfig(train=train, **kept), chars)
     assert len(made(kept)) == 2 and len(examples) == 7  # weights are no part of the key
-
-
-def replace_weight(source):
-    return source | {"weight": 5}
 
 
 def test_a_pyarrow_that_does_not_import_ends_in_one_sentence(tmp_path: Path) -> None:

@@ -174,8 +174,8 @@ def test_pairs_made_equal_by_truncation_are_bad(jsonl, chars):
 
 
 def test_real_comparisons_split_at_the_last_assistant_turn(shared_data):
-    tokenizer = load_tokenizer(shared_data("stories260k"))
-    path = str(shared_data("hh_harmless") / "comparisons.jsonl")
+    tokenizer = load_tokenizer(shared_data / "stories260k")
+    path = str(shared_data / "hh_harmless" / "comparisons.jsonl")
     pairs, report = preferences(path, tokenizer, max_length=4096, bad_lines=BadLines.skip)
     assert (report.num_kept, report.num_bad) == (1496, 4)  # whose chosen response is a space
     assert report.problems[0] == f"{path}:87: the chosen response is ' ', expected text"
@@ -189,8 +189,8 @@ def test_real_comparisons_split_at_the_last_assistant_turn(shared_data):
 
 
 def test_real_gsm8k_by_field_names(shared_data):
-    tokenizer = load_tokenizer(shared_data("stories260k"))
-    path = str(shared_data("gsm8k") / "test.jsonl")
+    tokenizer = load_tokenizer(shared_data / "stories260k")
+    path = str(shared_data / "gsm8k" / "test.jsonl")
     loaded, report = prompts(path, tokenizer, prompt_field="question", max_prompt_length=1024)
     assert report.num_kept == 700 and loaded[0].text.startswith("Janet") and loaded[0].answer.endswith("#### 18")
     rows, _ = supervised(path, tokenizer, prompt_field="question", response_field="answer", max_length=2048)

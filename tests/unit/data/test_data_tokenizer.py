@@ -80,7 +80,7 @@ def test_a_tokenizer_without_a_chat_template(make_tokenizer_dir):
 
 
 def test_stories_round_trip(shared_data, tmp_path):
-    tokenizer = load_tokenizer(shared_data("stories260k"))
+    tokenizer = load_tokenizer(shared_data / "stories260k")
     text = "Once upon a time, there was a little girl named Lily."
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -93,7 +93,7 @@ def test_stories_round_trip(shared_data, tmp_path):
 
 def test_a_sampled_response_is_read_so_that_it_is_encoded_as_it_was(shared_data):
     """What a model wrote and is to learn from: by itself it would read "She" and be learnt as "Lily.She"."""
-    tokenizer = load_tokenizer(shared_data("stories260k"))
+    tokenizer = load_tokenizer(shared_data / "stories260k")
     prompt = tokenizer.encode("There was a girl named Lily.", add_special=True)
     for text in (" She loved to play.", "\n\nShe", ""):
         sampled = tokenizer.continuation("There was a girl named Lily.", text)

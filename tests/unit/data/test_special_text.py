@@ -27,13 +27,11 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im|>", "<think>", "
 FRAMES = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
 
 
-def make_tokenizer(
-    folder: Path, *, kind: str = "bpe", template: str = CHATML, special: tuple[str, ...] = SPECIAL, **settings: object
-) -> Path:
+def make_tokenizer(folder: Path, kind: str) -> Path:
     """Byte-level, its special tokens in the vocabulary or behind it, or SentencePiece's form, which puts a space before the first word."""
-    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": template} | settings
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML}
     if kind != "metaspace":
-        return write_byte_tokenizer(folder, special, first=special if kind == "inside" else (), **named)
+        return write_byte_tokenizer(folder, SPECIAL, first=SPECIAL if kind == "inside" else (), **named)
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
@@ -43,7 +41,7 @@ def make_tokenizer(
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     space = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
     backend.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     folder.mkdir(parents=True)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
@@ -52,7 +50,7 @@ def make_tokenizer(
 
 @pytest.fixture(scope="module", params=["bpe", "inside", "metaspace"])
 def chatml(request, tmp_path_factory) -> Tokenizer:
-    return load_tokenizer(make_tokenizer(tmp_path_factory.mktemp("t") / "t", kind=request.param))
+    return load_tokenizer(make_tokenizer(tmp_path_factory.mktemp("t") / "t", request.param))
 
 
 def names(tokenizer: Tokenizer, tokens) -> list[str]:

@@ -77,14 +77,9 @@ def test_names_become_directories_and_are_recorded_with_their_commits(hub, tmp_p
     assert recorded["data"]["validation"] == f"org/data@{data}:test"
     assert f"model.path=org/name: commit {model} in {config.model.path}" in capsys.readouterr().out
     assert meeting_seconds(config) == config.run.start_timeout_seconds + config.run.download_timeout_seconds
-    fetch_named(again := sft(tmp_path / "run", *(f"{key}={value}" for key, value in _recorded(recorded).items())))
+    typed = [f"{key}={recorded[key.split('.')[0]][key.split('.')[1]]}" for key in found]
+    fetch_named(again := sft(tmp_path / "run", *typed))
     assert again == config  # what is recorded can be typed
-
-
-def _recorded(settings: dict) -> dict[str, str]:
-    return {
-        f"{section}.{name}": settings[section][name] for section, name in (("model", "path"), ("data", "train"), ("data", "validation"))
-    }
 
 
 def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, monkeypatch):

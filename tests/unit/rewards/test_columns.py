@@ -62,10 +62,6 @@ def test_the_fields_that_a_function_reads(function, names):
 
 
 # From TRL's documentation of GRPOTrainer (docs/source/grpo_trainer.md), as they stand there.
-def reward_len(completion_ids, **kwargs):
-    return [float(len(ids)) for ids in completion_ids]
-
-
 def reward_func(completions, ground_truth, **kwargs):
     import re
 
