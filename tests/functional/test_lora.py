@@ -1,4 +1,5 @@
-"""Adapters in whole runs: SFT at TP2 that is stopped and goes on, GRPO from its checkpoint; the base model's weights nobody changes."""
+"""Adapters in whole runs, on plain weights and on packed ones: SFT at TP2 that is stopped and continues, GRPO from its checkpoint, DPO; the
+base model's weights nobody changes."""
 
 from __future__ import annotations
 
@@ -10,50 +11,60 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_jobs import grpo_settings, launcher, metrics_of, run_job, series, supervised_settings, write_rows
+from training_jobs import grpo_settings, launcher, metrics_of, run_job, series, supervised_settings, write_rows, write_task
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from aligner.jobs.serving_policy import _described
+from aligner.models.config import Dtype, Quantization
 
 pytestmark = pytest.mark.timeout(600)
 NO_VALIDATION = ("data.validation=''", "loop.validate_every=0")
 LORA = ("model.lora.rank=4", "model.lora.dropout=0.1", "optimizer.lr=1e-2")
-
-
-def write_base(folder: Path) -> None:
-    """A random model in Hugging Face's format, with the task's tokenizer, in folder/base."""
-    shutil.copytree(folder / "tokenizer", folder / "base")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("llama", vocab_size=18, max_position_embeddings=32, tie_word_embeddings=True, **sizes)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
-
-
-def write_answers(folder: Path) -> None:
-    """Prompts like `3+4=`, answered with even digits."""
-    draw = random.Random(1)
-    prompts = [f"{draw.randrange(10)}+{draw.randrange(10)}=" for _ in range(64)]
-    write_rows(folder / "answers.jsonl", ({"prompt": prompt, "response": "".join(draw.choices("02468", k=4))} for prompt in prompts))
+QUANTIZED = {"plain": "none", "packed": "nf4"}
 
 
 def on_base(folder: Path, settings: list[str]) -> list[str]:
-    return [*(s for s in settings if not s.startswith(("model.architecture.", "model.tokenizer="))), f"model.path={folder / 'base'}", *LORA]
+    kept = [one for one in settings if not one.startswith(("model.architecture.", "model.tokenizer="))]
+    return [*kept, f"model.path={folder / 'base'}", f"model.quantization={QUANTIZED[folder.name]}", *LORA]
 
 
-@pytest.fixture(scope="module")
-def sft(task: Path) -> Path:
-    folder = task
-    write_base(folder)
-    write_answers(folder)
+@pytest.fixture(scope="module", params=QUANTIZED)
+def sft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run from a random model (of layers with 128 inputs, which can be packed) on prompts like `3+4=`, answered with even digits."""
+    folder, draw = tmp_path_factory.mktemp("runs") / request.param, random.Random(1)
+    write_task(folder)
+    shutil.copytree(folder / "tokenizer", folder / "base")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=18, max_position_embeddings=32, tie_word_embeddings=True, **sizes)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    prompts = [f"{draw.randrange(10)}+{draw.randrange(10)}=" for _ in range(64)]
+    write_rows(folder / "answers.jsonl", ({"prompt": prompt, "response": "".join(draw.choices("02468", k=4))} for prompt in prompts))
     settings = on_base(folder, supervised_settings(folder, folder / "answers.jsonl", "algorithm.batch_size=32", *NO_VALIDATION))
     settings += ["num_processes=2", "parallel.tp=2", "parallel.sequence_parallel=true"]
     run_job(launcher("sft"), folder / "sft", [*settings, "loop.max_steps=3"])
-    assert "resumed after step 3" in run_job(launcher("sft"), folder / "sft", [*settings, "loop.max_steps=6"])
+    said = run_job(launcher("sft"), folder / "sft", [*settings, "loop.max_steps=6"])
+    assert "resumed after step 3" in said
+    assert ("adapters merged into the weights as model.quantization=nf4 rounds them" in said) == (request.param == "packed")
+    if request.param == "packed":
+        run_job(launcher("sft"), folder / "whole", [*settings, "loop.max_steps=6"])
+    losses = series(folder / "sft", "sft/loss")
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.1
     return folder / "sft"
 
 
+@pytest.mark.parametrize("sft", ["packed"], indirect=True)
+def test_a_resumed_run_is_one_that_was_not_stopped(sft: Path) -> None:
+    whole = sft.parent / "whole"
+    assert series(whole, "sft/loss") == series(sft, "sft/loss")
+    for name in ("adapter/adapter_model.safetensors", "export/model.safetensors"):
+        ours, theirs = load_file(sft / name), load_file(whole / name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[tensor], theirs[tensor]) for tensor in ours)
+
+
+@pytest.mark.parametrize("sft", ["plain"], indirect=True)
 def test_what_it_leaves_is_one_model(sft: Path) -> None:
     """The merged export is the base with the adapter's products added, to rounding; nothing else differs from the base."""
-    losses = series(sft, "sft/loss")
-    assert len(losses) == 6 and losses[-1] < losses[0] - 0.1
     base, merged = (load_file(directory / "model.safetensors") for directory in (sft.parent / "base", sft / "export"))
     adapter = load_file(sft / "adapter" / "adapter_model.safetensors")
     config = json.loads((sft / "adapter" / "adapter_config.json").read_text())
@@ -67,7 +78,7 @@ def test_what_it_leaves_is_one_model(sft: Path) -> None:
 
 
 def test_grpo_samples_from_what_it_trains(sft: Path) -> None:
-    """From the checkpoint of adapters, which is merged, with new ones on top."""
+    """From the checkpoint of adapters, which is merged (and packed again), with new ones on top."""
     folder = sft.parent
     settings = [s for s in on_base(folder, grpo_settings(folder)) if not s.startswith("model.path=")]
     settings += [f"model.path={sft / 'checkpoints' / 'policy'}", "reward.function.path=aligner.rewards.builtin:length"]
@@ -90,3 +101,10 @@ def test_a_stored_reference_is_the_model_without_the_adapters(sft: Path) -> None
         live, stored = (series(folder / kind, name) for kind in ("live", "precomputed"))
         assert len(live) == 4 and stored == pytest.approx(live, rel=1e-3, abs=1e-5)
     assert series(folder / "live", "preference/loss")[-1] < 0.69
+
+
+@pytest.mark.parametrize("sft", ["packed"], indirect=True)
+def test_a_served_policy_is_packed_as_it_was_trained(sft: Path) -> None:
+    config, _, _ = _described(str(sft), dtype=Dtype.auto, context=0, images=False)
+    assert (config.quantization, config.dtype, config.lora.rank) == (Quantization.nf4, Dtype.float32, 4)
+    assert config.path == str(sft.parent / "base") and config.lora.path.startswith(str(sft / "checkpoints" / "policy"))
