@@ -74,22 +74,23 @@ def test_a_function_with_what_it_closes_over_is_the_reward(sft: aligner.Result, 
     assert (grpo.directory, len(grpo.metrics)) == (where, 1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"learning_rate": 3}, ConfigError, "unknown setting learning_rate in 'learning_rate=3': did you mean optimizer.lr?"),
-        ({"max_steps": -1}, ConfigError, "loop.max_steps=-1: must be at least 1"),
-        ({"data": [3]}, ConfigError, "data.train: row 0 is not a mapping of names to texts and numbers"),
-        ({"data": [{"promt": "3+4=", "response": "7"}]}, AlignerError, "data_train.jsonl:1"),
-    ],
-)
-def test_refusals_name_the_setting_or_the_row(sft: aligner.Result, tmp_path: Path, settings, error, text: str, on_ranks) -> None:
-    given = {"model": sft.export, "data": ROWS, "max_steps": 1, "directory": tmp_path / "run"} | settings
-    kind, said = on_ranks(alone, 1, train, "sft", given)[0]
-    assert issubclass(kind, error) and text in said
+REFUSED: list[tuple[dict[str, Any], type[AlignerError], str]] = [
+    ({"learning_rate": 3}, ConfigError, "unknown setting learning_rate in 'learning_rate=3': did you mean optimizer.lr?"),
+    ({"max_steps": -1}, ConfigError, "loop.max_steps=-1: must be at least 1"),
+    ({"data": [3]}, ConfigError, "data.train: row 0 is not a mapping of names to texts and numbers"),
+    ({"data": [{"promt": "3+4=", "response": "7"}]}, AlignerError, "data_train.jsonl:1"),
+]
 
 
-def test_a_recipe_that_there_is_not() -> None:
+def train_each(settings: list[dict[str, Any]]) -> list[Any]:
+    return [alone(train, "sft", one) for one in settings]
+
+
+def test_refusals_name_the_setting_or_the_row(sft: aligner.Result, tmp_path: Path, on_ranks) -> None:
+    given = {"model": sft.export, "data": ROWS, "max_steps": 1, "directory": tmp_path / "run"}
+    found = on_ranks(train_each, 1, [given | settings for settings, *_ in REFUSED])[0]
+    for (kind, said), (_, error, text) in zip(found, REFUSED, strict=True):
+        assert issubclass(kind, error) and text in said
     with pytest.raises(ConfigError, match="there is no config 'gropo': did you mean grpo?"):
         aligner.train("gropo")
 
