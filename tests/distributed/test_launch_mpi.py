@@ -44,26 +44,6 @@ def test_mpiexec(mpiexec, clean_environment):
     assert lines == [f"rank={rank}/{size} local={rank}/{size} source=mpi sum={total}" for rank in range(size)], output
 
 
-@pytest.mark.mpi
-def test_mpi_library_that_sees_one_rank(clean_environment):
-    # Without the launcher's own variables the library makes n worlds of one, as a wrong --mpi= does.
-    env = clean_environment({"SLURM_NTASKS": "2", "ALIGNER_LAUNCH": "mpi"})
-    code, output = run([sys.executable, str(JOB), "same", "60"], env)
-    assert code == 3, output
-    assert "SLURM_NTASKS=2, but MPI gave this process a world of size 1" in output
-    assert "--mpi=pmi2" in output
-
-
-@pytest.mark.mpi
-def test_mpiexec_ranks_that_disagree(mpiexec, clean_environment):
-    command = [str(mpiexec)]
-    for rank in range(2):
-        command += ["-n", "1", sys.executable, str(JOB), f"config-{rank}", "60", ":"]
-    code, output = run(command[:-1], clean_environment())
-    assert code != 0
-    assert re.search(r"rank 1 on \S+: fingerprint is 'config-1' and not 'config-0'", output), output
-
-
 def test_torchrun(clean_environment):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(JOB), "same", "60"]
     code, output = run(command, clean_environment())
@@ -87,11 +67,6 @@ def test_one_error_of_all_that_torchrun_started(clean_environment, only_rank, tm
     code, output = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(job)], clean_environment())
     assert code == 1 and output.count("error: optimizer.lr=-1.0: no\n") == 1, output
     assert re.search(rf"(?s)Root Cause.*rank      : {only_rank or 0} .*traceback : optimizer.lr=-1.0: no\n", output), output
-
-
-def test_local_ranks(run_distributed):
-    outputs = run_distributed(JOB, 2, "same", 60, fresh=True)
-    assert [output.splitlines()[-1] for output in outputs] == [f"rank={rank}/2 local={rank}/2 source=torchrun sum=1" for rank in range(2)]
 
 
 def slurm_task(rank, **other):

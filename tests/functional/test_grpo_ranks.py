@@ -29,7 +29,6 @@ pytestmark = pytest.mark.timeout(600)
 LAUNCH = launcher("grpo")
 LAYOUTS = {
     "dp2": (),
-    "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true"),
     "pp2_rollout_tp2": ("parallel.pp=2", "rollout.tp=2"),
 }
 

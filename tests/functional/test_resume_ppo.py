@@ -97,18 +97,7 @@ def wounded(whole: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def background(whole: Path) -> Path:
-    """Of one that saves both models in the background at every step: pairs, of which the newest two are kept."""
-    directory, saves = whole.parent / "background", ("loop.save_every=1", "checkpoint.asynchronous=true", "checkpoint.keep=2")
-    run_job(LAUNCH, directory, [*settings(whole.parent, 0.0), *saves])
-    for component in ("policy", "critic"):
-        assert checkpoint_steps(directory / "checkpoints" / component) == [6, 7]
-        assert not list((directory / "checkpoints" / component).glob(".[wr]*"))
-    return directory
-
-
-@pytest.fixture(params=["wounded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resumed", "background"))])
+@pytest.fixture(params=["wounded", pytest.param("resumed", marks=pytest.mark.slow)])
 def other(request: pytest.FixtureRequest) -> Path:
     """A run that ought to equal the one that was left alone."""
     return request.getfixturevalue(request.param)

@@ -1,16 +1,13 @@
-"""The test cluster itself: MPI over its nodes, and that nothing outlives the tests."""
+"""MPI over the nodes of a cluster."""
 
 from __future__ import annotations
 
 import ctypes.util
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SlurmCluster, children, missing
+from slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
@@ -52,40 +49,3 @@ def test_mpi_over_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
     if openmpi:  # and with it Slurm's plugin for PMIx
         refused = (tmp_path / "mpich_pmix").read_text().splitlines()
         assert len(refused) == 2 and all("srun --mpi=pmix started this process, which speaks PMIx" in line for line in refused)
-
-
-@pytest.mark.slow
-def test_nothing_outlives_a_killed_test_process(tmp_path: Path) -> None:
-    """SIGKILL to the process that holds the cluster, while a task runs that has left its session."""
-    code = f"""
-import sys, tempfile, time
-from pathlib import Path
-sys.path.insert(0, {str(ROOT / "tests")!r})
-from slurm_cluster import SlurmCluster
-directory = Path(tempfile.mkdtemp(dir={str(tmp_path)!r}, prefix="c")) if len({str(tmp_path)!r}) < 50 else Path(tempfile.mkdtemp(dir="/tmp"))
-cluster = SlurmCluster(directory).start()
-job = cluster.submit("#!/bin/bash\\nsrun setsid sleep 3000 & sleep 3000\\n", directory=directory)
-job.until(lambda: sum(p.program == "sleep" for p in job.processes()) == 2, "two tasks", 30)
-print("up", flush=True)
-time.sleep(600)
-"""
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert holder.stdout.readline() == "up\n"
-    below = [pid for child in children(holder.pid) for pid in _tree(child)]
-    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in below]
-    assert names.count("slurmd") == 3 and names.count("sleep") == 2 and "slurmctld" in names and "munged" in names
-    holder.kill()
-    holder.wait()
-    deadline = time.monotonic() + 30
-    while left := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
-def _tree(pid: int) -> list[int]:
-    return [pid, *(below for child in children(pid) for below in _tree(child))]
-
-
-def test_why_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert missing() == "needs root on Linux"

@@ -206,8 +206,7 @@ def test_a_cancelled_run_takes_no_nodes_again(slurm: SlurmCluster, task: Path) -
 
 
 OLD_PYTHON = '#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.6.8" && exit 0\nexit 1\n'
-SITES = {
-    "as it is": ({}, (), {}),
+SITES = {  # another one is in test_slurm_runs.py
     "exports nothing": ({}, ("--export=NONE",), {}),
     "counts no GPUs": ({"num_gpus": 0}, (), {}),
     "has types of GPUs": ({"gpu_type": "h100"}, (), {}),
