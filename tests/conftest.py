@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import ranks  # noqa: E402
 sys.path[:0] = ranks.FOLDERS
 import browser  # noqa: E402
 import slurm_cluster  # noqa: E402
+import slurm_job  # noqa: E402
 import tiers  # noqa: E402
 from preloaded import ForkedProcess, Preloaded  # noqa: E402
 from preloaded import preloaded as preloaded_process  # noqa: E402
@@ -145,10 +145,6 @@ def kill_groups(processes: list[subprocess.Popen[bytes] | ForkedProcess]) -> Non
         process.wait()
 
 
-def _last_lines(path: Path) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:])
-
-
 def _wait(processes: list[subprocess.Popen[bytes] | ForkedProcess], timeout: float) -> str | None:
     """Wait until all have ended well; returns what went wrong as soon as one fails or the time is over."""
     deadline = time.monotonic() + timeout
@@ -186,7 +182,7 @@ def run_ranks(command: list[str], environments: list[dict[str, str]], timeout: f
         finally:
             kill_groups(processes)
         if problem:
-            tails = "\n".join(f"--- rank {rank}\n{_last_lines(log)}" for rank, log in enumerate(logs))
+            tails = "".join(slurm_job.tail(log, LAST_LINES) for log in logs)
             pytest.fail(f"{' '.join(command)}: {problem}\n{tails}", pytrace=False)
         return [log.read_text(errors="replace") for log in logs]
 
@@ -197,45 +193,22 @@ def preloaded() -> Preloaded:
 
 
 @pytest.fixture(scope="session")
-def run_distributed(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
-    """`run_distributed(script, nproc, *args, timeout=120, env=None, fresh=False)`: run a script on nproc local ranks.
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """`on_ranks(function, nproc, *args, timeout=300, fresh=False)`: what a function of a test module returns on each local rank.
 
     The ranks get torchrun's variables. This process hosts their TCPStore, as torchrun does, so no port has to be guessed. They are forks
-    of a warm process; `fresh` starts interpreters, for tests of how programs start and end.
+    of a warm process, or with `fresh` interpreters of their own.
     """
 
-    def run(
-        script: str | Path, nproc: int, *args: object, timeout: float = 120.0, env: Mapping[str, str] | None = None, fresh: bool = False
-    ) -> list[str]:
+    def call(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 300.0, fresh: bool = False) -> list[Any]:
         from torch.distributed import TCPStore
 
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        command = [str(script), *map(str, args)]
-        common = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "WORLD_SIZE": str(nproc),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            **(env or {}),
-        }
-        environments = [child_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(nproc)]
-        if fresh:
-            return run_ranks([sys.executable, *command], environments, timeout)
-        return run_ranks(command, environments, timeout, request.getfixturevalue("preloaded"))
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def on_ranks(run_distributed: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """`on_ranks(function, nproc, *args, timeout=300, fresh=False)`: what a function of a test module returns on each local rank."""
-
-    def call(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 300.0, fresh: bool = False) -> list[Any]:
         folder = tmp_path_factory.mktemp("ranks")
         ranks.ask(folder, function, args)
-        run_distributed(ranks.__file__, nproc, folder, timeout=timeout, fresh=fresh)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environments = [child_environment(variables) for variables in ranks.local_variables(nproc, store.port)]
+        command = [ranks.__file__, str(folder)]
+        run_ranks([sys.executable, *command] if fresh else command, environments, timeout, None if fresh else preloaded_process())
         return ranks.answers(folder, nproc)
 
     return call
@@ -243,7 +216,7 @@ def on_ranks(run_distributed: Callable[..., list[str]], tmp_path_factory: pytest
 
 @pytest.fixture
 def run_ranks_in(preloaded: Preloaded) -> Callable[..., list[str]]:
-    """`run_ranks_in(environments, script_and_args, timeout=120)`: a rank per set of variables; outputs as from `run_distributed`."""
+    """`run_ranks_in(environments, script_and_args, timeout=120)`: a rank per set of variables; outputs as from `run_ranks`."""
 
     def run(environments: list[dict[str, str]], script: list[str], timeout: float = 120.0) -> list[str]:
         return run_ranks(script, [child_environment(extra) for extra in environments], timeout, preloaded)
@@ -259,10 +232,7 @@ def clean_environment() -> Callable[..., dict[str, str]]:
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that was free a moment ago (for programs that cannot be given port 0)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return ranks.free_port()
 
 
 @pytest.fixture(scope="session")

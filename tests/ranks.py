@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).resolve().parent
 FOLDERS = [str(TESTS / name) for name in ("", "functional", "distributed", "fakes")]  # what tests share
+
+
+def free_port() -> int:
+    """A port that was free a moment ago (for programs that cannot be given port 0)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextmanager
@@ -53,6 +61,13 @@ def laid_out(parallel: dict[str, Any] | None = None, *, seed: int = 11) -> Itera
 def world(parallel: dict[str, Any] | None = None, *, seed: int = 11, timeout_seconds: float = 120) -> Iterator[Topology]:
     with joined(timeout_seconds), laid_out(parallel, seed=seed) as topology:
         yield topology
+
+
+def local_variables(num_ranks: int, port: int) -> list[dict[str, str]]:
+    """torchrun's variables for each rank on this machine, where a store listens on the port."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    common |= {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 def ask(folder: Path, function: Any, arguments: tuple[Any, ...]) -> None:

@@ -82,11 +82,9 @@ def run_job(tmp_path, preloaded, clean_environment):
     def run(how: str, awaited: list[int]) -> tuple[list[int | None], list[str]]:
         ranks.ask(tmp_path, component, (str(tmp_path / "run"), how))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        for rank in range(RANKS):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-            environment, log = clean_environment(common | place), tmp_path / f"{rank}.log"
-            started.append(preloaded.start([ranks.__file__, str(tmp_path)], environment, log, tmp_path))
+        for rank, variables in enumerate(ranks.local_variables(RANKS, store.port)):
+            log = tmp_path / f"{rank}.log"
+            started.append(preloaded.start([ranks.__file__, str(tmp_path)], clean_environment(variables), log, tmp_path))
         eventually(lambda: all(started[rank].poll() is not None for rank in awaited), 60)
         return [rank.poll() for rank in started], [(tmp_path / f"{rank}.log").read_text() for rank in range(RANKS)]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_live_engine import KEY
-from vision_models import picture, write_seeing
+from vision_models import write_seeing
+from vision_rows import encoded
 
 from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.messages import Image, Message
@@ -25,12 +25,6 @@ from aligner.types.extras import Images
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
 
-def encoded(seed: int) -> bytes:
-    stream = io.BytesIO()
-    picture(24, 24, seed).save(stream, format="PNG")
-    return stream.getvalue()
-
-
 def test_images(tmp_path: Path, topology: Any, anthropic: Any) -> None:
     write_seeing("qwen3_vl", tmp_path / "model")
     with open_policy(str(tmp_path / "model"), layout=topology, max_batch_size=4, images=True) as policy:
@@ -39,7 +33,7 @@ def test_images(tmp_path: Path, topology: Any, anthropic: Any) -> None:
             client = openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0)
             claude = anthropic.Anthropic(base_url=endpoint.url, api_key=KEY, max_retries=0)
             for seed in (1, 2):
-                content = encoded(seed)
+                content = encoded("b", seed)
                 text = base64.b64encode(content).decode()
                 digest = policy.tokenizer.vision.add(content)
                 said = (Message(role="user", content="What?", parts=(Image(digest), "What?")),)

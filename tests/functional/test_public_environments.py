@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from public_environments import FOLDER, echo_server, interpreter
+from ranks import free_port
 from training_jobs import ROOT, Job, grpo_settings, metrics_of, read_rows, run_aligner, run_job, series, train, without_times
 
 from aligner.agents import SessionAccess
@@ -130,14 +131,6 @@ class Endpoint:
             await reply.write(f"data: {json.dumps(base | {'choices': [choice]})}\n\n".encode())
         await reply.write(b"data: [DONE]\n\n")
         return reply
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def test_verifiers_plays_an_openenv_task_set(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:

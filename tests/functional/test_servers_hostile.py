@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,62 +20,50 @@ from aligner.servers import wire
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.frontend import MARKER
-from aligner.servers.kserve import decode_response, encode_request
+from aligner.servers.link import Server, ServiceLink
 from aligner.servers.payloads import START, CriticStatus, StatusRequest
 from aligner.servers.processes import processes_with_variable
-from aligner.servers.registry import Registration, wait_for_service
+from aligner.servers.registry import Registration
 
 
-class Caller:
-    def __init__(self, registration: Registration, secret: Path) -> None:
-        self.registration = registration
-        self.access = Access.for_client(secret, ClientConfig())
+def state(link: ServiceLink, server: Server) -> tuple[str, int, list[list[float]]]:
+    """The mark of what the critic was trained on, how often, and the values of three tokens."""
+    asked = link.call(server, wire.CRITIC_STATUS, wire.encode_fields(StatusRequest(run=RUN)), 30)
+    status = CriticStatus(**json.loads(asked["status"][0]))
+    tokens = {"tokens": np.array([[1, 2, 3]]), "sequence_lengths": np.array([[3]])}
+    return status.mark, status.count, link.call(server, wire.CRITIC_INFER, tokens, 30)["values"].tolist()
 
-    def get(self, path: str) -> tuple[int, dict]:
-        connection = self.access.connection(self.registration.url, 30)
-        connection.request("GET", path, headers=self.access.headers())
-        answer = connection.getresponse()
-        status, document = answer.status, json.loads(answer.read())
-        connection.close()
-        return status, document
 
-    def infer(self, endpoint: wire.Endpoint, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        connection = self.access.connection(self.registration.url, 30)
-        headers, body = encode_request(arrays, endpoint.output_names)
-        connection.request("POST", f"/v2/models/{endpoint.name}/infer", body=body, headers={**headers, **self.access.headers()})
-        answer = connection.getresponse()
-        content = answer.read()
-        assert answer.status == 200, content
-        connection.close()
-        return decode_response(answer.getheader("Inference-Header-Content-Length"), content)
-
-    def state(self) -> tuple[str, int, list[list[float]]]:
-        """The mark of what the critic was trained on, how often, and the values of three tokens."""
-        asked = self.infer(wire.CRITIC_STATUS, wire.encode_fields(StatusRequest(run=RUN)))
-        status = CriticStatus(**json.loads(asked["status"][0]))
-        values = self.infer(wire.CRITIC_INFER, {"tokens": np.array([[1, 2, 3]]), "sequence_lengths": np.array([[3]])})["values"]
-        return status.mark, status.count, values.tolist()
+def health(registration: Registration, access: Access) -> tuple[int, dict[str, Any]]:
+    connection = access.connection(registration.url, 30)
+    connection.request("GET", "/v2/health/ready", headers=access.headers())
+    answer = connection.getresponse()
+    status, document = answer.status, json.loads(answer.read())
+    connection.close()
+    return status, document
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_server_among_strangers(transport: str, tmp_path: Path) -> None:
     with toy_server("critic", tmp_path / "services", transport=transport) as server:
-        registration = wait_for_service(tmp_path / "services", "critic", timeout_seconds=180)
-        caller = Caller(registration, tmp_path / "secret")
+        access = Access.for_client(tmp_path / "secret", ClientConfig())
+        link = ServiceLink(tmp_path / "services", "critic", ClientConfig(), access=access)
+        found = link.find(180)
+        registration = found.registration
         processes = processes_with_variable(f"{MARKER}={registration.incarnation}")
         check_reach(server, processes, registration.port)
         if importlib.util.find_spec("tritonclient"):
-            check_stock_client(registration, caller)
+            check_stock_client(registration, access)
         if transport == "pytriton":
             check_triton_is_private(server, processes)
 
-        before = caller.state()
+        before = state(link, found)
         assert before == (START, 0, [[2.0, 4.0, 6.0]])
         secret = (tmp_path / "secret").read_text().strip()
         wrong = [(case.label, answer) for case, answer in sent(registration.port, secret) if answer[0] not in case.status]
         assert not wrong, f"{len(wrong)} of 100, such as {wrong[:5]}"
-        assert caller.state() == before
-        status, report = caller.get("/v2/health/ready")
+        assert state(link, found) == before
+        status, report = health(registration, access)
         assert (status, report["ready"], report["incarnation"], report["requests_waiting"]) == (200, True, registration.incarnation, 0)
         assert processes_with_variable(f"{MARKER}={registration.incarnation}").keys() == processes.keys()  # nothing died and came again
 
@@ -112,25 +101,25 @@ def check_triton_is_private(server: ToyServer, processes: dict[int, str]) -> Non
     assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
 
 
-def check_stock_client(registration: Registration, caller: Caller) -> None:
+def check_stock_client(registration: Registration, access: Access) -> None:
     import tritonclient.http as triton
     from tritonclient.utils import InferenceServerException
 
     client = triton.InferenceServerClient(f"127.0.0.1:{registration.port}", network_timeout=30)
     assert client.is_server_live()
-    assert client.is_server_ready(headers=caller.access.headers())
-    assert client.is_model_ready("critic_infer", headers=caller.access.headers())
+    assert client.is_server_ready(headers=access.headers())
+    assert client.is_model_ready("critic_infer", headers=access.headers())
     for binary in (True, False):
         inputs = []
         for name, array in (("tokens", np.array([[5, 6]])), ("sequence_lengths", np.array([[2]]))):
             inputs.append(triton.InferInput(name, list(array.shape), "INT64"))
             inputs[-1].set_data_from_numpy(array, binary_data=binary)
         outputs = [triton.InferRequestedOutput("values", binary_data=binary)]
-        answer = client.infer("critic_infer", inputs, outputs=outputs, request_id="41", headers=caller.access.headers())
+        answer = client.infer("critic_infer", inputs, outputs=outputs, request_id="41", headers=access.headers())
         assert answer.as_numpy("values").tolist() == [[10.0, 12.0]]
         assert answer.get_response()["id"] == "41"
     with pytest.raises(InferenceServerException, match="the run's secret is missing or wrong"):
         client.infer("critic_infer", inputs)
     with pytest.raises(InferenceServerException, match="'/v2/repository/index' is not served"):
-        client.get_model_repository_index(headers=caller.access.headers())
+        client.get_model_repository_index(headers=access.headers())
     client.close()

@@ -123,7 +123,11 @@ def test_infer_train_and_save_until_a_signal(transport: str, num_ranks: int, tmp
         critic_client.values(token_batch([1])).result()
 
 
-@pytest.mark.parametrize("token", [66, 77], ids=["the second rank fails alone", "the first rank hangs in a collective"])
+@pytest.mark.parametrize(
+    ("transport", "token"),
+    [pytest.param("pytriton", 66, marks=pytest.mark.pytriton), ("http", 77)],
+    ids=["the second rank fails alone", "the first rank hangs in a collective"],
+)
 def test_a_failing_handler_reaches_the_client_and_ends_every_rank(transport: str, token: int, tmp_path: Path, critic_client) -> None:
     with toy_server("values", tmp_path / "services", num_ranks=2, transport=transport) as server:
         incarnation = critic_client.wait_until_ready().incarnation
@@ -224,8 +228,8 @@ def test_a_signal_while_triton_starts_ends_the_server(tmp_path: Path) -> None:
     assert not [command for command in processes_with_variable(f"PYTHONPATH={ROOT}").values() if str(server.services_dir) in command]
 
 
-def test_killing_a_follower_ends_the_leader(transport: str, tmp_path: Path, critic_client: CriticClient) -> None:
-    with toy_server("values", tmp_path / "services", num_ranks=2, transport=transport) as server:
+def test_killing_a_follower_ends_the_leader(tmp_path: Path, critic_client: CriticClient) -> None:
+    with toy_server("values", tmp_path / "services", num_ranks=2, transport="http") as server:
         critic_client.wait_until_ready()
         server.ranks[1].kill()
         assert server.exit_codes() == [1, -signal.SIGKILL]

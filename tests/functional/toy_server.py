@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -105,18 +104,12 @@ def serve_toy(kind: str, services_dir: Path, port: int, transport: str) -> None:
         dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class ToyServer:
     """The ranks of one toy server; `log(rank)` is what a rank printed."""
 
     def __init__(self, kind: str, services_dir: Path, num_ranks: int, transport: str, port: int, environment: Mapping[str, str]) -> None:
         self.services_dir = services_dir
-        rendezvous = free_port()
+        rendezvous = ranks.free_port()
         folder = services_dir.parent / f"{kind}.{rendezvous}"
         folder.mkdir(parents=True)
         ranks.ask(folder, serve_toy, (kind, services_dir, port, transport))
