@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from training_jobs import Job, eventually, kill, run_job, steps_of, train, without_times
@@ -97,29 +98,17 @@ def same_runs(one: Path, other: Path, last_step: int, *, components: Sequence[st
 
 def optimizer_and_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint's weights and optimizer, by part and name, read with torch alone."""
-    return {
-        f"{part}/{name}": tensor
-        for part in ("weights", "optimizer")
-        for name, tensor in _leaves(_read(checkpoint / part))
-        if tensor.numel()
-    }
+    found: dict[str, torch.Tensor] = {}
+    for part in ("weights", "optimizer"):
+        state: dict[str, Any] = {}
+        reader = FileSystemReader(checkpoint / part)
+        _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        leaves, _ = flatten_state_dict(state)
+        found |= {f"{part}/{name}": leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor) and leaf.numel()}
+    return found
 
 
 def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     assert any(name.startswith("optimizer/") for name in one) and any(name.startswith("weights/") for name in one)
     assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
-
-
-def _read(directory: Path) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    _load_state_dict(state, storage_reader=FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return state
-
-
-def _leaves(node: Any, prefix: str = ""):
-    if isinstance(node, torch.Tensor):
-        yield prefix, node
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))

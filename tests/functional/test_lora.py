@@ -89,6 +89,7 @@ def test_grpo_samples_from_what_it_trains(sft: Path) -> None:
     assert lines[-1]["policy/ref_kl"] > 1e-6
 
 
+@pytest.mark.parametrize("sft", ["packed"], indirect=True)
 def test_a_stored_reference_is_the_model_without_the_adapters(sft: Path) -> None:
     """DPO whose reference was asked before the first step takes the steps of one that switches its adapters off for every batch."""
     folder = sft.parent

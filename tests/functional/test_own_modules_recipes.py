@@ -1,6 +1,7 @@
-"""Every recipe on a model that has no layers here. What a run reports is what plain `transformers` computes from its export, or it learns.
+"""Recipes on a model that has no layers here, one for each of its uses. What a run reports is what plain `transformers` computes from its
+export, or it learns.
 
-`test_own_modules_runs.py` has PPO with its servers, reward models of pairs, and DPO's plan.
+`test_own_modules_runs.py` has PPO with its servers, reward models of pairs, and DPO's plan; `test_vision_runs.py` has GRPO.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from torch import Tensor
 from training_jobs import ROOT, launcher, metrics_of, model_settings, run_job, series, train, write_rows
 
 from aligner.data.collate import SupervisedExample
-from aligner.data.config import DistillationDataConfig, RegressionDataConfig, SFTDataConfig, StepDataConfig, UnpairedDataConfig
+from aligner.data.config import DistillationDataConfig, RegressionDataConfig, StepDataConfig, UnpairedDataConfig
 from aligner.data.distillation import load_distillation
 from aligner.data.judged import load_regression, load_steps, load_unpaired, mismatched
-from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
@@ -136,20 +136,6 @@ def test_a_process_reward_model(folder: Path, tokenizer: Tokenizer) -> None:
     assert after == pytest.approx(float(torch.nn.functional.binary_cross_entropy_with_logits(found, labels)), abs=1e-5)
 
 
-def test_steerlm(folder: Path, tokenizer: Tokenizer) -> None:
-    def conversation(a: int, b: int) -> dict[str, Any]:
-        turns = [{"from": "User", "value": f"{a}+{b}="}, {"from": "Assistant", "value": str(a + b), "label": f"quality:{b}"}]
-        return {"system": "S", "mask": "User", "type": "VALUE_TO_TEXT", "conversations": turns}
-
-    run = supervised(folder, "steerlm", (conversation(a, b) for a, b in SUMS), "data.max_length=200")
-    examples, _ = load_supervised(str(folder / "steerlm.jsonl"), SFTDataConfig(max_length=200), tokenizer)
-    assert "quality:3" in tokenizer.decode(examples[-1].tokens, skip_special=False)
-    before, after = first_and_last(run, "validation/loss")
-    for path, loss in ((folder / "model", before), (run / "export", after)):
-        assert loss == pytest.approx(-float(torch.cat(chosen(path, examples)).mean()), abs=1e-5)
-    assert after < before - 0.5
-
-
 @pytest.fixture(scope="module")
 def teacher(folder: Path) -> Path:
     data = write_rows(folder / "taught.jsonl", ({"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in SUMS))
@@ -183,28 +169,14 @@ def sampled(folder: Path, recipe: str, *more: str, model: str = "model", start: 
     return folder / recipe
 
 
-def digits(folder: Path) -> str:
-    """The setting of a reward: the part of a response that is digits."""
-    file = folder / "digits.py"
-    file.write_text("def reward(prompts, responses, answers):\n    return [sum(map(str.isdigit, one)) / 6 for one in responses]\n")
-    return f"reward.function.path={file}:reward"
-
-
-def learns(run: Path, name: str = "rollout/reward") -> None:
-    values = series(run, name)
-    assert values[-1] > 2 * sum(values[:2]) / 2 and max(series(run, "rollout/logprob_gap")) < 1e-4, values
-
-
 def test_online_dpo(folder: Path) -> None:
+    digits = folder / "digits.py"
+    digits.write_text("def reward(prompts, responses, answers):\n    return [sum(map(str.isdigit, one)) / 6 for one in responses]\n")
     sizes = ("algorithm.prompts_per_step=16", "algorithm.group_size=8", "algorithm.mini_batch_size=4", "algorithm.min_gap=0.1")
-    run = sampled(folder, "online_dpo", *sizes, digits(folder), "loop.max_steps=8")
-    learns(run)
+    run = sampled(folder, "online_dpo", *sizes, f"reward.function.path={digits}:reward", "loop.max_steps=8")
+    values = series(run, "rollout/reward")
+    assert values[-1] > 2 * sum(values[:2]) / 2 and max(series(run, "rollout/logprob_gap")) < 1e-4, values
     assert series(run, "preference/loss")[0] == pytest.approx(0.6931, abs=0.03)  # the policy is the reference
-
-
-def test_rejection_sampling(folder: Path) -> None:
-    sizes = ("algorithm.prompts_per_step=16", "algorithm.group_size=8", "algorithm.mini_batch_size=4")
-    learns(sampled(folder, "rejection_sampling", *sizes, digits(folder), "algorithm.drop_truncated=false", "loop.max_steps=8"))
 
 
 def test_on_the_students_own_samples(folder: Path) -> None:
@@ -226,19 +198,3 @@ def test_spin(folder: Path) -> None:
     margins, losses = series(run, "preference/margin"), series(run, "preference/loss")
     assert abs(margins[0]) < 1e-5 and abs(margins[4]) < 1e-5 and margins[3] > 0.1 and margins[7] > 0.1
     assert losses[0] == losses[4] == pytest.approx(0.6931, abs=1e-3)
-
-
-def test_grpo_that_samples_ahead(folder: Path) -> None:
-    """On two ranks, from a copy of the weights; it validates, ends, and continues where it was."""
-    sizes = ("algorithm.prompts_per_step=8", "algorithm.group_size=4", "algorithm.mini_batch_size=16", "algorithm.correction.kind=tis")
-    ahead = (
-        "rollout.asynchronous.max_staleness=1",
-        f"data.validation={folder / 'prompts.jsonl'}",
-        "loop.validate_every=2",
-        "num_processes=2",
-    )
-    for steps in (2, 4):
-        run = sampled(folder, "grpo", *sizes, *ahead, digits(folder), f"loop.max_steps={steps}", start=launcher)
-    assert series(run, "rollout/staleness_max") == [0, 1, 0, 1]  # the first step after a start has nothing that was sampled ahead
-    gaps = series(run, "rollout/logprob_gap")
-    assert gaps[0] < 1e-4 < gaps[1]  # of older weights

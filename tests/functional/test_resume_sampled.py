@@ -87,27 +87,25 @@ def test_a_rule_in_the_judges_place_is_learnt(task: Path) -> None:
     assert rewards[2] > rewards[1] + 0.1 > rewards[0] + 0.2
 
 
-@pytest.mark.parametrize(
-    ("recipe", "settings", "first"),
-    [
-        ("online_dpo", ("algorithm.group_size=4", "algorithm.num_epochs=2", "algorithm.reference_every=2"), 3),
-        ("rejection_sampling", ("algorithm.require_spread=true",), 2),
-    ],
-)
-def test_in_two_parts(recipe: str, settings: tuple[str, ...], first: int, task: Path) -> None:
-    """24 of 64 prompts a step: step 3 straddles epochs. Online DPO's reference is the policy after step 2 from step 3 on: the resumed run
-    reads it from its own checkpoint."""
-    sizes = ("algorithm.prompts_per_step=24", "algorithm.mini_batch_size=8")
-    given = [*tiny_settings(task), *settings, slow_reward(task, 0.0), *sizes]
-    _, run, _ = in_two_parts(recipe, task, given, first=first, last=first + 1)
+SIZES_OF_A_STEP = ("algorithm.prompts_per_step=24", "algorithm.mini_batch_size=8")  # of 64: step 3 straddles epochs
+
+
+def test_online_dpo_in_two_parts(task: Path) -> None:
+    """The reference is the policy after step 2 from step 3 on: the resumed run reads it from its own checkpoint."""
+    own = ("algorithm.group_size=4", "algorithm.num_epochs=2", "algorithm.reference_every=2", slow_reward(task, 0.0))
+    _, run, _ = in_two_parts("online_dpo", task, [*tiny_settings(task), *own, *SIZES_OF_A_STEP], first=3, last=4)
     assert max(series(run, "rollout/logprob_gap")) < 1e-4
-    if recipe == "online_dpo":
-        assert checkpoint_steps(run / "checkpoints" / "reference") == [2]
-        assert not (run / "checkpoints" / "reference" / "step_000002" / "optimizer").exists()
-        assert min(series(run, "pairs/count")) > 0 and min(series(run, "pairs/ref_kl")) > 0
-    else:
-        assert all(one > other for one, other in zip(series(run, "kept/reward"), series(run, "rollout/reward"), strict=True))
-        assert all(0 < fraction <= 1 / 8 for fraction in series(run, "kept/fraction"))
+    assert checkpoint_steps(run / "checkpoints" / "reference") == [2]
+    assert not (run / "checkpoints" / "reference" / "step_000002" / "optimizer").exists()
+    assert min(series(run, "pairs/count")) > 0 and min(series(run, "pairs/ref_kl")) > 0
+
+
+def test_rejection_sampling_keeps_the_best(task: Path) -> None:
+    run, own = task / "rejection_sampling", ("algorithm.require_spread=true", slow_reward(task, 0.0), "loop.max_steps=3")
+    run_job(train("rejection_sampling"), run, [*tiny_settings(task), *own, *SIZES_OF_A_STEP])
+    assert max(series(run, "rollout/logprob_gap")) < 1e-4
+    assert all(one > other for one, other in zip(series(run, "kept/reward"), series(run, "rollout/reward"), strict=True))
+    assert all(0 < fraction <= 1 / 8 for fraction in series(run, "kept/fraction"))
 
 
 def constitution_settings(folder: Path) -> list[str]:

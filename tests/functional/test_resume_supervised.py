@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from resumed_runs import in_two_parts, kill_after, kill_when, killed_and_resumed, same_runs
+from resumed_runs import kill_after, kill_when, killed_and_resumed, same_runs
 from training_jobs import (
     SAYS_77,
     Job,
@@ -17,7 +17,6 @@ from training_jobs import (
     read_rows,
     run_job,
     series,
-    steps_of,
     supervised_settings,
     tiny_settings,
     train,
@@ -25,8 +24,6 @@ from training_jobs import (
     write_rows,
 )
 from transformers import AutoModelForTokenClassification, AutoTokenizer
-
-from aligner.models.checkpoint.files import WRITING
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -74,18 +71,6 @@ def stored(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((run / "reference").glob("*.safetensors"))}
 
 
-@pytest.fixture(scope="module")
-def kto(task: Path) -> tuple[Path, str]:
-    """A run in one part, found equal to one in two, and what it said: 32 of 150 responses a step, so that step 5 straddles epochs."""
-    files = [write_rows(task / f"{name}.jsonl", judged(seed, count)) for name, seed, count in (("judged", 1, 150), ("held_out", 2, 60))]
-    settings = supervised_settings(
-        task, files[0], f"data.validation={files[1]}", "algorithm.batch_size=32", "algorithm.desirable_weight=2.0"
-    )
-    settings += ["optimizer.lr=5e-3", "model.micro_batch_size=8", "loop.validate_first=true", "loop.validate_every=6"]
-    whole, _, said = in_two_parts("kto", task, settings, first=5, last=12)
-    return whole, said
-
-
 def judged(seed: int, count: int):
     """Prompts like `3+4=`; responses of even digits are good, responses of odd digits bad: one of the former to two of the latter."""
     draw = random.Random(seed)
@@ -96,10 +81,14 @@ def judged(seed: int, count: int):
         yield {"prompt": prompt, "response": response, "preference": "chosen" if good else "rejected"}
 
 
-def test_kto_tells_good_from_bad_on_unseen_responses(kto: tuple[Path, str]) -> None:
-    whole, said = kto
+def test_kto_tells_good_from_bad_on_unseen_responses(task: Path) -> None:
+    files = [write_rows(task / f"{name}.jsonl", judged(seed, count)) for name, seed, count in (("judged", 1, 150), ("held_out", 2, 60))]
+    own = (f"data.validation={files[1]}", "algorithm.batch_size=32", "algorithm.desirable_weight=2.0", "loop.max_steps=12")
+    settings = supervised_settings(task, files[0], *own)
+    settings += ["optimizer.lr=5e-3", "model.micro_batch_size=8", "loop.validate_first=true", "loop.validate_every=6"]
+    said = run_job(train("kto"), task / "kto", settings)
     assert "50 desirable and 100 undesirable responses\n" in said  # weights that make up for the numbers need no advice
-    before, *_, after = (line.values for line in metrics_of(whole) if "validation/accuracy" in line.values)
+    before, *_, after = (line.values for line in metrics_of(task / "kto") if "validation/accuracy" in line.values)
     # The policy is the reference: all sigma(0), z is 0, a third has weight 2.
     assert before["validation/loss"] == pytest.approx(0.5 * 4 / 3) and before["validation/kl"] == before["validation/accuracy"] == 0
     assert after["validation/accuracy"] > 0.9 and after["validation/loss"] < 0.55
@@ -157,13 +146,13 @@ def reward_model_settings(task: Path, kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reward_models(task: Path) -> dict[str, Path]:
-    """The directories of runs of both kinds that were killed and resumed."""
-    found = {}
-    for kind in ("regression", "process"):
-        recipe, settings = f"{kind}_reward_model", reward_model_settings(task, kind)
-        _, found[kind], output = killed_and_resumed(recipe, task, settings, 4, last=14, components=["reward_model"])
+    """The directories of runs of both kinds; that of the first was killed and resumed."""
+    settings = {kind: reward_model_settings(task, kind) for kind in ("regression", "process")}
+    resumed = killed_and_resumed("regression_reward_model", task, settings["regression"], 4, last=14, components=["reward_model"])
+    process = task / "process_reward_model"
+    for output in (resumed[2], run_job(train("process_reward_model"), process, settings["process"])):
         assert "64 rows of" in output and "% padding" in output
-    return found
+    return {"regression": resumed[1], "process": process}
 
 
 def test_what_reward_models_report_and_export(reward_models: dict[str, Path]) -> None:
@@ -232,20 +221,11 @@ def teacher(task: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def student(task: Path, teacher: Path) -> Path:
-    """A run that nothing disturbed, found equal to one that was killed while it saved (at every step, which the settings of the checkpoint
-    do not name) and on the way."""
     data = [f"data.{name}={teacher / 'teacher' / name}" for name in ("train", "validation")]
     sizes = ["algorithm.batch_size=16", "algorithm.ce_coef=0.1", "algorithm.divergence=jsd", "model.micro_batch_size=4"]
-    settings = supervised_settings(task, teacher, *data, *sizes, "loop.max_steps=60", "loop.save_every=10", "loop.validate_every=20")
-    whole, killed, program = task / "student", task / "student_killed", train("distill")
-    run_job(program, whole, settings)
-    with Job(program, killed, [*settings, "loop.save_every=1"]) as job:  # while it saves
-        kill_when(job, lambda: 12 in steps_of(killed) and list((killed / "checkpoints" / "policy").glob(f"{WRITING}*")))
-    with Job(program, killed, settings) as job:
-        kill_after(job, 29)
-    assert "resumed after step" in run_job(program, killed, settings)
-    same_runs(killed, whole, 60)
-    return whole
+    settings = supervised_settings(task, teacher, *data, *sizes, "loop.max_steps=60", "loop.validate_every=20")
+    run_job(train("distill"), task / "student", settings)
+    return task / "student"
 
 
 def test_a_student(student: Path) -> None:
@@ -254,13 +234,14 @@ def test_a_student(student: Path) -> None:
 
 
 def test_on_the_students_own_samples(task: Path, student: Path) -> None:
-    """In two parts as in one, and nearer to the teacher; a teacher of another shape is refused."""
+    """They come nearer to the teacher; a teacher of another shape is refused."""
     settings = [
-        *tiny_settings(task),
+        *(*tiny_settings(task), "loop.max_steps=8"),
         *("algorithm.prompts_per_step=16", "algorithm.mini_batch_size=8", "algorithm.top_k=6", f"teacher.path={student / 'export'}"),
         *(f"data.validation={task / 'prompts.jsonl'}", "loop.validate_every=4"),
     ]
-    whole, _, _ = in_two_parts("online_distill", task, settings, first=3, last=8)
+    whole = task / "online_distill"
+    run_job(train("online_distill"), whole, settings)
     apart = [line["validation/reverse_kl"] for line in without_times(whole) if "validation/reverse_kl" in line]
     losses = series(whole, "distillation/loss")
     assert apart[1] < apart[0] and losses[-1] < losses[0] / 2
