@@ -63,8 +63,10 @@ def test_its_metrics_are_sane(finished) -> None:
     assert lines[-1].values["critic/loss"] < 0.3 * lines[1].values["critic/loss"]
 
 
-def test_checkpoints_of_policy_and_critic_are_pairs(finished) -> None:
-    checkpoints = finished[0] / "checkpoints"
+def test_checkpoints_of_policy_and_critic_are_pairs_and_nothing_is_left_running(finished) -> None:
+    directory, output, left = finished
+    assert left == {} and not list((directory / "services").glob("*.json")) and "FAILED" not in output
+    checkpoints = directory / "checkpoints"
     assert checkpoint_steps(checkpoints / "policy") == checkpoint_steps(checkpoints / "critic") == [15, 30, 40]
     for name in ("policy", "critic"):
         assert (checkpoints / name / "latest").read_text().strip() == "step_000040"
@@ -120,13 +122,6 @@ def test_the_export_loads_in_transformers_and_says_the_string(finished) -> None:
     prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode("3+4=", add_special_tokens=False)]])
     response = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
     assert set(tokenizer.decode(response, skip_special_tokens=True)) <= {"7", "-"}  # what is rewarded at each place
-
-
-def test_nothing_is_left_running(finished) -> None:
-    directory, output, left = finished
-    assert left == {}
-    assert not list((directory / "services").glob("*.json"))
-    assert "FAILED" not in output
 
 
 def test_components_that_are_started_one_by_one_end_with_the_run(tmp_path: Path) -> None:
