@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from resumed_runs import kill_after, kill_when, killed_and_resumed, same_runs
+from resumed_runs import kill_when, killed_and_resumed
 from training_jobs import (
     SAYS_77,
     Job,
@@ -28,47 +28,18 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 pytestmark = pytest.mark.timeout(600)
 
 
-def dpo_settings(folder: Path) -> list[str]:
-    """Cosine decay, pairs of several lengths, 16 of 100 pairs a step (so that steps straddle epochs)."""
-    draw, numbers = random.Random(1), [(a, b) for a in range(10) for b in range(10)]
-    pairs = ({"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + draw.choice((-10, -1, 1, 100)))} for a, b in numbers)
-    data = write_rows(folder / "dpo.jsonl", pairs)
-    sizes = ("algorithm.batch_size=16", "algorithm.sft_coef=0.1", "model.micro_batch_size=4", "optimizer.decay=cosine")
-    return supervised_settings(folder, data, *sizes)
-
-
 @pytest.mark.slow
 def test_dpo(task: Path) -> None:
-    """Killed after step 23 (or soon after: a step takes little). Also the log-ratios: the reference of the resumed run is the model that
-    the run began with, not the checkpoint."""
-    settings = [*dpo_settings(task), "loop.max_steps=60", "loop.save_every=10", "loop.validate_every=5"]
+    """Pairs of several lengths, 16 of 100 a step (so that steps straddle epochs), cosine decay. Killed after step 23 (or soon after: a step
+    takes little). Also the log-ratios: the reference of the resumed run is the model that the run began with, not the checkpoint."""
+    draw, numbers = random.Random(1), [(a, b) for a in range(10) for b in range(10)]
+    pairs = ({"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + draw.choice((-10, -1, 1, 100)))} for a, b in numbers)
+    sizes = ("algorithm.batch_size=16", "algorithm.sft_coef=0.1", "model.micro_batch_size=4", "optimizer.decay=cosine")
+    settings = supervised_settings(task, write_rows(task / "dpo.jsonl", pairs), *sizes)
+    settings += ["loop.max_steps=60", "loop.save_every=10", "loop.validate_every=5"]
     whole, _, output = killed_and_resumed("dpo", task, settings, 23, last=60)
     (resumed,) = (int(line.rsplit(" ", 1)[1]) for line in output.splitlines() if "resumed after step" in line)
     assert 10 <= resumed < 60 and without_times(whole)[-1]["preference/margin"] > 0.01
-
-
-def test_dpo_killed_while_the_reference_is_stored_and_after_it(task: Path) -> None:
-    """In the middle of the pass, whose files are then continued, and in the middle of the training, which continues with all of them."""
-    settings = [*dpo_settings(task), "loop.max_steps=14", "loop.save_every=4"]
-    settings += ["algorithm.reference=precomputed", "algorithm.reference_part_size=5"]
-    whole, killed, dpo = task / "stored_whole", task / "stored_killed", train("dpo")
-    run_job(dpo, whole, settings)
-    assert len(stored(whole)) == 40  # 100 pairs to train on, and the same to validate, in files of five
-    with Job(dpo, killed, settings) as job:
-        kill_when(job, lambda: len(stored(killed)) >= 2)
-    before = len(stored(killed))
-    assert 2 <= before < 40
-    with Job(dpo, killed, settings) as job:
-        kill_after(job, 6)
-        assert f"resumed after step {before}\n" in job.output()  # of the pass
-    output = run_job(dpo, killed, settings)
-    assert "resumed after step" in output and "the reference's log-probs of" not in output  # of the training; nothing is left to compute
-    assert stored(killed) == stored(whole)
-    same_runs(killed, whole, 14)
-
-
-def stored(run: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((run / "reference").glob("*.safetensors"))}
 
 
 def judged(seed: int, count: int):
