@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import networkx  # of torch's requirements
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,43 +71,14 @@ def imports_of(name: str, tree: ast.Module, names: Iterable[str], *, later: bool
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that import each other (Tarjan's strongly connected components)."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        order[node] = low[node] = len(order)
-        stack.append(node)
-        for other in graph[node]:
-            if other not in order:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], order[other])
-        if low[node] == order[node]:
-            group = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in graph:
-        if node not in order:
-            visit(node)
-    return found
+    """Groups of modules that import each other."""
+    groups = networkx.strongly_connected_components(networkx.from_dict_of_lists(graph, networkx.DiGraph))
+    return [sorted(group) for group in groups if len(group) > 1]
 
 
 def depth(graph: Mapping[str, set[str]]) -> int:
     """Modules on the longest chain of imports (of a graph without circles)."""
-    known: dict[str, int] = {}
-
-    def of(node: str) -> int:
-        if node not in known:
-            known[node] = 1 + max((of(other) for other in graph[node]), default=0)
-        return known[node]
-
-    return max(map(of, graph))
+    return 1 + networkx.dag_longest_path_length(networkx.from_dict_of_lists(graph, networkx.DiGraph))
 
 
 def functions(modules: Mapping[str, ast.Module]) -> list[tuple[int, str]]:
