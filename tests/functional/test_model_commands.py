@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -14,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +22,6 @@ from judge_server import asked, judge_server
 from preloaded import preloaded
 from terminals import DRAWN
 from training_jobs import ROOT, read_rows, run_aligner, run_job, train, write_rows
-
-from aligner.commands.chat import Keyboard
 
 pytestmark = [pytest.mark.shared, pytest.mark.timeout(600)]
 PROMPTS = ("Once upon a time", "Lily saw", "One day, Tom", "The big dog")
@@ -56,6 +54,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@functools.cache
 def told_by_transformers(model: Path, adapter: Path | None = None) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,8 +79,12 @@ def generated(source: Path, prompts: Path, output: Path, *more: object) -> list[
 
 
 def test_greedy_text_is_that_of_transformers_and_peft(model: Path, adapter: Path, prompts: Path, tmp_path: Path) -> None:
+    told = told_by_transformers(model)
+    code, said = run_aligner("generate", model, PROMPTS[0], *GREEDY)
+    assert (code, said.strip()) == (0, told[0].strip())
+    assert run_aligner("generate", model)[0] == run_aligner("generate", model, "a", "--input", "b", "--output", "c")[0] == 2
     rows = generated(model, prompts, tmp_path / "own.jsonl", "--logprobs")
-    assert [row["response"] for row in rows] == told_by_transformers(model)
+    assert [row["response"] for row in rows] == told
     assert [row["level"] for row in rows] == [0, 1, 2, 3] and rows[0]["finish_reason"] == "length"
     assert len(rows[0]["token_ids"]) == len(rows[0]["logprobs"]) == 24 and max(rows[0]["logprobs"]) <= 0
     tuned = [row["response"] for row in generated(adapter, prompts, tmp_path / "tuned.jsonl")]
@@ -114,12 +117,6 @@ def test_the_recipe_that_writes_responses_is_greedy_too(model: Path, prompts: Pa
     run_job(train("generate"), tmp_path / "run", [f"model.path={model}", f"data.train={prompts}", *sampling])
     rows = read_rows(tmp_path / "run" / "written" / "records.jsonl")
     assert [told in json.dumps(row) for told, row in zip(told_by_transformers(model), rows, strict=True)] == [True] * 4
-
-
-def test_prompts_of_the_command_line(model: Path) -> None:
-    code, said = run_aligner("generate", model, PROMPTS[0], *GREEDY)
-    assert (code, said.strip()) == (0, told_by_transformers(model)[0].strip())
-    assert run_aligner("generate", model)[0] == run_aligner("generate", model, "a", "--input", "b", "--output", "c")[0] == 2
 
 
 def test_lines_of_standard_input(model: Path) -> None:
@@ -189,28 +186,6 @@ def terminal(*command: object, columns: int = 80) -> Iterator[Terminal]:
             os.waitpid(person.process, 0)
         os.close(person.descriptor)
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-def test_ctrl_c_at_any_moment(monkeypatch) -> None:
-    """It reaches whoever waits for a line, and is a wish at any other time: no exception comes where nothing handles it."""
-    seen: list[str] = []
-
-    def line(prompt: str) -> str:
-        seen.append(prompt)
-        if len(seen) == 2:
-            signal.raise_signal(signal.SIGINT)
-        return f"line {len(seen)}"
-
-    monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    before = signal.getsignal(signal.SIGINT)
-    with Keyboard() as keyboard:
-        lines = keyboard.lines()
-        assert next(lines) == "line 1" and not keyboard.stopped.is_set()
-        signal.raise_signal(signal.SIGINT)
-        assert keyboard.stopped.is_set()
-        assert next(lines) == "line 3" and not keyboard.stopped.is_set() and len(seen) == 3
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_session_in_a_terminal(model: Path) -> None:
