@@ -6,18 +6,17 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import browser
 import pytest
+from browser import Page, studio
+from training_jobs import run_aligner
 
 from aligner.cluster.lease import LeaseRecord
 from aligner.cluster.run_directory import RunDirectory
@@ -26,7 +25,6 @@ from aligner.reporting.rollout_table import write_rows
 from aligner.types import FinishReason, SampleRow, SampleTurn, TokenTable
 
 pytestmark = pytest.mark.browser
-WAIT_SECONDS = 60.0
 HOSTILE = (
     "<script>window.hacked = 1</script>",
     '<img src=x onerror="window.hacked = 1">',
@@ -39,55 +37,6 @@ HOSTILE = (
     "</script><script>window.hacked = 1</script>",
     "\u202eevil\u2028line\x00\x1b[31mred",
 )
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A driver over the pages of a server at `url`, which shows `folder`."""
-
-    driver: Any
-    url: str
-    folder: Path
-
-    def open(self, path: str) -> None:
-        self.driver.get(self.url + path)
-
-    def until(self, what: str, true: Callable[[], Any]) -> Any:
-        until = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < until:
-            if found := true():
-                return found
-            time.sleep(0.1)
-        shot = self.folder / "page.png"
-        self.driver.save_screenshot(str(shot))
-        pytest.fail(f"waited {WAIT_SECONDS} s for {what}; {shot} shows the page, whose text is {self.text[:2000]!r}")
-
-    @property
-    def text(self) -> str:
-        return str(self.driver.execute_script("return document.body.innerText"))
-
-    def all(self, css: str) -> list[Any]:
-        return list(self.driver.find_elements("css selector", css))
-
-    def click(self, text: str) -> None:
-        """The button, tab or link with this text."""
-        same = f"normalize-space()='{text}'"
-        path = f"//button[{same}] | //a[{same}] | //*[@role='tab'][{same}] | //label[{same}] | //*[@role='switch'][{same}]"
-        self.until(f"{text!r}", lambda: self.driver.find_elements("xpath", path))[0].click()
-
-
-@contextmanager
-def serving(folder: Path, *options: str) -> Iterator[str]:
-    """`aligner studio` over the folder; its URL with the token."""
-    command = [sys.executable, "-m", "aligner.cli", "studio", str(folder), "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
-        assert server.stdout is not None
-        try:
-            lines = iter(server.stdout.readline, "")
-            yield next(line.removeprefix("open: ").strip() for line in lines if line.startswith("open: "))
-        finally:
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(30) in (0, -signal.SIGTERM)
 
 
 def _rows(response: str, reward: float = 0.5) -> list[SampleRow]:
@@ -157,105 +106,77 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path) -> Iterator[Seen]:
-    with serving(folder) as url, browser.chromium() as driver:
-        driver.get(url)
+def seen(folder: Path) -> Iterator[Page]:
+    with studio(folder) as url, browser.chromium() as driver:
+        page = Page(driver, url)
         assert "token" not in driver.current_url  # neither the address bar nor the history keeps it
-        yield Seen(driver, url.partition("/?")[0], folder)
+        yield page
 
 
-def _rows_shown(seen: Seen) -> list[str]:
+def _rows_shown(seen: Page) -> list[str]:
     """The text of each line of the table of runs; one read, because the page changes meanwhile."""
     return list(seen.driver.execute_script("return [...document.querySelectorAll('tbody tr')].map(row => row.innerText)"))
 
 
-def test_all_runs_are_listed_and_a_live_one_goes_on(seen: Seen) -> None:
+def test_all_runs_are_listed_and_a_live_one_goes_on(seen: Page, folder: Path) -> None:
     seen.open("/")
-    assert len(seen.until("four runs", lambda: len(_rows_shown(seen)) == 4 and _rows_shown(seen))) == 4
+    assert len(seen.until(lambda: len(_rows_shown(seen)) == 4 and _rows_shown(seen))) == 4
     live = next(text for text in _rows_shown(seen) if text.startswith("\tlive") or "\nlive" in text or "live\t" in text)
     assert "running" in live and "5 of 100" in live and "grpo" in live
-    with_metrics(RunDirectory(seen.folder / "live"), 6, 9)
-    seen.until("step 9 without a reload", lambda: "9 of 100" in seen.text)
+    with_metrics(RunDirectory(folder / "live"), 6, 9)
+    seen.wait_for("9 of 100")
     search = seen.all("input[type=text], input:not([type])")[0]
     search.send_keys("second")
-    seen.until("one run left by the filter", lambda: len(_rows_shown(seen)) == 1)
+    seen.until(lambda: len(_rows_shown(seen)) == 1)
     search.clear()
 
 
-def test_curves_are_drawn_and_grow(seen: Seen) -> None:
+def test_curves_are_drawn_and_grow(seen: Page, folder: Path) -> None:
     seen.open("/run/live")
-    seen.until("a chart", lambda: seen.all("canvas"))
+    seen.until(lambda: seen.all("canvas"))
     assert "step 9 of 100" in seen.text or "step 5 of 100" in seen.text
-    with_metrics(RunDirectory(seen.folder / "live"), 10, 14)
-    seen.until("the newest step", lambda: "step 14 of 100" in seen.text)
+    with_metrics(RunDirectory(folder / "live"), 10, 14)
+    seen.wait_for("step 14 of 100")
     seen.click("all")
-    seen.until("all charts", lambda: len(seen.all("canvas")) >= 4)
+    seen.until(lambda: len(seen.all("canvas")) >= 4)
     assert "norm of the gradient" in seen.text  # which is NaN at step 3: a gap
     assert not browser.errors(seen.driver)
 
 
-@pytest.mark.parametrize(
-    ("part", "expected"),
-    [
-        ("time", "phases of a step"),
-        ("findings", "Nothing found."),
-        ("settings", "config.yaml"),
-        ("logs", "step 2 red"),
-        ("files", "aligner launch local grpo"),
-    ],
-)
-def test_the_parts_of_a_run(seen: Seen, part: str, expected: str) -> None:
-    seen.open(f"/run/group/second?part={part}")
-    seen.until(expected, lambda: expected in seen.text)
-
-
-def test_samples_by_step_and_filter(seen: Seen) -> None:
+def test_samples_by_step_and_filter(seen: Page) -> None:
     seen.open("/run/first?part=samples")
-    seen.until("the newest samples", lambda: "last 0" in seen.text and "last 5" in seen.text)
+    seen.wait_for("last 0", "last 5")
     from selenium.webdriver.common.keys import Keys
 
     search = next(one for one in seen.all("input") if one.get_attribute("aria-label") == "Search")
     search.send_keys("last 4")
-    seen.until("the group of one sample", lambda: "prompt 2" in seen.text and "prompt 0" not in seen.text)
+    seen.until(lambda: "prompt 2" in seen.text and "prompt 0" not in seen.text)
     seen.click("Validation")
     search.send_keys(Keys.CONTROL, "a")
     search.send_keys("of first")
-    seen.until("validation", lambda: "what?" in seen.text)
+    seen.wait_for("what?")
 
 
-def test_sessions_with_their_turns_and_branches(seen: Seen) -> None:
+def test_sessions_with_their_turns_and_branches(seen: Page) -> None:
     seen.open("/run/first?part=samples")
-    seen.until("the session", lambda: "session 0 of 2 branches" in seen.text)
+    seen.wait_for("session 0 of 2 branches")
     (group,) = [card.text for card in seen.all("main .q-card") if card.text.startswith("Use the tool.")]
-    expected = [
-        "branch 1",
-        "turn 1, reward +0.25",
-        "look",
-        "Tokens",
-        "the tool says 4",
-        "turn 3",
-        "it is 4",
-        "branch 2",
-        "turn 2",
-        "forget it",
-    ]
-    places = [group.index(text) for text in expected if text != "Tokens"]
+    expected = ("branch 1", "turn 1, reward +0.25", "look", "the tool says 4", "turn 3", "it is 4", "branch 2", "turn 2", "forget it")
+    places = [group.index(text) for text in expected]
     assert places == sorted(places) and group.index("+1.000") < places[0] and "another session" in group
 
 
-def test_before_and_after(seen: Seen) -> None:
+def test_before_and_after(seen: Page) -> None:
     """The same prompts at the first and the last step, and no other prompt."""
     seen.open("/run/first?part=samples")
-    seen.until("samples", lambda: "last 0" in seen.text)
-    seen.driver.find_element("css selector", "[aria-label=Step]").click()
-    option = "//*[@role='option'][normalize-space()='before and after']"
-    seen.until("the choice", lambda: seen.driver.find_elements("xpath", option))[0].click()
-    seen.until("both steps", lambda: "first, step 1" in seen.text and "first, step 20" in seen.text and "first 0" in seen.text)
+    seen.wait_for("last 0")
+    seen.choose("Step", "before and after")
+    seen.wait_for("first, step 1", "first, step 20", "first 0")
     assert "last 0" in seen.text and "Use the tool." not in seen.text
 
 
-def test_a_long_response_is_colored_token_by_token(seen: Seen) -> None:
-    long = RunDirectory(seen.folder / "first")
+def test_a_long_response_is_colored_token_by_token(seen: Page, folder: Path) -> None:
+    long = RunDirectory(folder / "first")
     texts = tuple("<b>" if i % 7 == 0 else f"w{i} " for i in range(32_000))
     numbers = {"sampler": tuple(-i / 1000 for i in range(32_000)), "trainer": tuple(-i / 1001 for i in range(32_000))}
     row = SampleRow(
@@ -269,24 +190,24 @@ def test_a_long_response_is_colored_token_by_token(seen: Seen) -> None:
     seen.open("/run/first?part=samples")
     seen.click("Tokens")
     colored = "return [...document.querySelectorAll('[aria-label=Tokens] span')].map(one => [one.innerText, one.style.backgroundColor])"
-    first = seen.until("tokens", lambda: seen.driver.execute_script(colored))
+    first = seen.until(lambda: seen.driver.execute_script(colored))
     assert first[0][0] == "<b>" and len({color for _, color in first}) > 1 and len(first) < 8000  # what is out of sight is not in the page
     assert first[1] == ["w1 ", first[1][1]] and "orange -32 to blue" in seen.text
     seen.driver.execute_script("document.querySelector('[aria-label=Tokens]').scrollTop = 1e7")
-    seen.until("the last token", lambda: any(text == "w31999 " for text, _ in seen.driver.execute_script(colored)))
+    seen.until(lambda: any(text == "w31999 " for text, _ in seen.driver.execute_script(colored)))
     (long.rollouts / "step_000099.jsonl").unlink()
 
 
-def test_a_comparison(seen: Seen) -> None:
+def test_a_comparison(seen: Page) -> None:
     seen.open("/compare?run=first&run=group/second")
-    seen.until("the settings that differ", lambda: "optimizer.lr" in seen.text and "0.2" in seen.text)
-    seen.until("samples side by side", lambda: "of first" in seen.text and "of group/second" in seen.text)
+    seen.wait_for("optimizer.lr", "0.2")
+    seen.wait_for("of first", "of group/second")
     assert seen.all("canvas")
     seen.open("/compare?run=first&run=nothing")
-    seen.until("the missing run", lambda: "There is no run 'nothing'" in seen.text)
+    seen.wait_for("There is no run 'nothing'")
 
 
-def test_hostile_text_is_shown_and_does_nothing(seen: Seen) -> None:
+def test_hostile_text_is_shown_and_does_nothing(seen: Page) -> None:
     name = "%3Cimg%20src%3Dx%20onerror%3D'window.hacked%20%3D%201'%3E"
     for path in (
         "/",
@@ -297,9 +218,9 @@ def test_hostile_text_is_shown_and_does_nothing(seen: Seen) -> None:
         f"/compare?run={name}",
     ):
         seen.open(path)
-        seen.until("the page", lambda: "<img src=x" in seen.text)
+        seen.wait_for("<img src=x")
         if "samples" in path or "logs" in path:
-            seen.until("the text as it is", lambda: "<script>window.hacked = 1</script>" in seen.text and "{{ constructor" in seen.text)
+            seen.wait_for("<script>window.hacked = 1</script>", "{{ constructor")
         time.sleep(0.5)
         assert seen.driver.execute_script("return window.hacked === undefined"), path
         assert not seen.all("iframe") and not seen.all("img[src=x]")
@@ -308,10 +229,11 @@ def test_hostile_text_is_shown_and_does_nothing(seen: Seen) -> None:
 PAGES = {
     "/": "group/second",
     "/run/first": "Logarithmic",
-    "/run/first?part=time": "aligner trace",
+    "/run/first?part=time": "phases of a step",
     "/run/first?part=samples": "turn 3",
     "/run/first?part=findings": "Nothing found.",
     "/run/first?part=settings": "config.yaml",
+    "/run/first?part=logs": "step 2 red",
     "/run/first?part=files": "aligner launch local grpo",
     "/compare?run=first&run=group/second": "optimizer.lr",
     "/new": "Plan",
@@ -320,20 +242,20 @@ PAGES = {
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_nothing_comes_from_elsewhere_and_pages_are_accessible(seen: Seen, path: str) -> None:
+def test_nothing_comes_from_elsewhere_and_pages_are_accessible(seen: Page, path: str) -> None:
     """On light and on dark ground."""
     seen.open(path)
-    seen.until("the page", lambda: PAGES[path] in seen.text)
+    seen.until(lambda: PAGES[path] in seen.text)
     time.sleep(0.5)
     assert [url for url in browser.fetched(seen.driver) if not url.startswith((seen.url, "data:", "blob:"))] == []
     assert not browser.axe(seen.driver)
     with browser.dark(seen.driver):
-        seen.until("dark ground", lambda: seen.all("body.body--dark"))
+        seen.until(lambda: seen.all("body.body--dark"))
         time.sleep(0.5)  # colors fade
         assert not browser.axe(seen.driver)
 
 
-def test_the_keyboard_is_enough(seen: Seen) -> None:
+def test_the_keyboard_is_enough(seen: Page) -> None:
     """Tab reaches everything in the order of the page, and shows where it is; Enter and arrows do what a click does."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
@@ -346,7 +268,7 @@ def test_the_keyboard_is_enough(seen: Seen) -> None:
         return tuple(seen.driver.execute_script(f"return [{name}, {line}]"))
 
     seen.open("/")
-    seen.until("the runs", lambda: "group/second" in seen.text)
+    seen.wait_for("group/second")
     found = [press(Keys.TAB) for _ in range(5)]
     assert [name for name, _ in found] == ["Runs", "New run", "Chat", "Filter by name, recipe or state", "Show archived runs"]
     assert all(is_framed for name, is_framed in found if "Filter" not in name)  # a field has a frame of its own
@@ -354,24 +276,24 @@ def test_the_keyboard_is_enough(seen: Seen) -> None:
     while "first" not in names and len(names) < 60:
         names.append(press(Keys.TAB)[0])
     press(Keys.ENTER)
-    seen.until("the run", lambda: seen.driver.current_url.endswith("/run/first") and seen.all("canvas"))
+    seen.until(lambda: seen.driver.current_url.endswith("/run/first") and seen.all("canvas"))
     names = []
     while "curves" not in names and len(names) < 20:
         names.append(press(Keys.TAB)[0].strip())
     press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     press(Keys.ENTER)
-    seen.until("samples", lambda: "Truncated only" in seen.text)
+    seen.wait_for("Truncated only")
 
 
-def test_archived_runs_leave_the_list(seen: Seen) -> None:
+def test_archived_runs_leave_the_list(seen: Page, folder: Path) -> None:
     seen.open("/")
-    seen.until("the runs", lambda: len(_rows_shown(seen)) == 4)
+    seen.until(lambda: len(_rows_shown(seen)) == 4)
     seen.driver.execute_script("document.querySelector('[aria-label=\"Select group/second\"]').click()")  # rows are drawn anew meanwhile
-    seen.until("the button", lambda: seen.driver.execute_script("return !document.querySelector('button[aria-label=Archive]').disabled"))
+    seen.until(lambda: seen.driver.execute_script("return !document.querySelector('button[aria-label=Archive]').disabled"))
     seen.driver.execute_script("document.querySelector('button[aria-label=Archive]').click()")
-    seen.until("three runs", lambda: len(_rows_shown(seen)) == 3)
-    assert json.loads((seen.folder / ".aligner_studio.json").read_text()) == {"archived": ["group/second"]}
-    (seen.folder / ".aligner_studio.json").unlink()
+    seen.until(lambda: len(_rows_shown(seen)) == 3)
+    assert json.loads((folder / ".aligner_studio.json").read_text()) == {"archived": ["group/second"]}
+    (folder / ".aligner_studio.json").unlink()
 
 
 NAMES = "--host-resolver-rules=MAP portal.test 127.0.0.1"
@@ -417,22 +339,21 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", ["strips", "keeps"])
-def test_behind_a_proxy_s_path(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_behind_a_proxy_s_path(folder: Path, kind: str) -> None:
     root = "/node/n1/8080"
-    with serving(folder, "--root-path", root, "--allow-host", "portal.test") as url, browser.chromium(NAMES) as driver:
+    with studio(folder, "--root-path", root, "--allow-host", "portal.test") as url, browser.chromium(NAMES) as driver:
         port = url.split(":")[2].split("/")[0]
         with subprocess.Popen([sys.executable, "-c", PROXY, port, kind, root], stdout=subprocess.PIPE, text=True) as proxy:
             try:
                 assert proxy.stdout is not None
                 front = f"http://portal.test:{int(proxy.stdout.readline())}{root}"
-                page = Seen(driver, front, tmp_path)
-                driver.get(f"{front}/?{url.partition('?')[2]}")
-                page.until("the runs", lambda: len(_rows_shown(page)) == 4)
+                page = Page(driver, f"{front}/?{url.partition('?')[2]}")
+                page.until(lambda: len(_rows_shown(page)) == 4)
                 driver.execute_script("[...document.querySelectorAll('tbody tr a')].find(link => link.innerText == 'first').click()")
-                page.until("its charts", lambda: page.all("canvas"))
+                page.until(lambda: page.all("canvas"))
                 assert driver.current_url == f"{front}/run/first"
                 page.click("Runs")
-                page.until("the runs again", lambda: len(_rows_shown(page)) == 4)
+                page.until(lambda: len(_rows_shown(page)) == 4)
             finally:
                 proxy.kill()
 
@@ -441,17 +362,15 @@ def test_read_only_writes_nothing_and_a_taken_port_is_named(folder: Path, tmp_pa
     copy = tmp_path / "runs"
     shutil.copytree(folder / "first", copy / "first")
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
-    with serving(copy, "--read-only") as url, browser.chromium() as driver:
-        page = Seen(driver, url.partition("/?")[0], tmp_path)
-        driver.get(url)
-        page.until("the run", lambda: "first" in page.text)
+    with studio(copy, "--read-only") as url, browser.chromium() as driver:
+        page = Page(driver, url)
+        page.wait_for("first")
         assert not re.search(r"archive\n", page.text, re.IGNORECASE)
         page.open("/run/first")
-        page.until("a chart", lambda: page.all("canvas"))
+        page.until(lambda: page.all("canvas"))
         port = url.split(":")[2].split("/")[0]
-        command = [sys.executable, "-m", "aligner.cli", "studio", str(copy), "--port", port]
-        refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert refused.returncode and f"--port {port}" in refused.stderr
+        code, said = run_aligner("studio", copy, "--port", port)
+        assert code and f"--port {port}" in said
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
-    missing = subprocess.run([*command[:4], "nowhere"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
-    assert missing.returncode == 2 and "nowhere: is not a directory" in missing.stderr
+    code, said = run_aligner("studio", "nowhere", cwd=tmp_path)
+    assert code == 2 and "nowhere: is not a directory" in said

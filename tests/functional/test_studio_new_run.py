@@ -6,19 +6,16 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import browser
 import pytest
+from browser import Page, studio
 from slurm_cluster import SlurmCluster
 from slurm_runs import ENVIRONMENT
-from training_jobs import ROOT, eventually, read_rows, run_aligner, write_rows
+from training_jobs import eventually, read_rows, run_aligner, write_rows
 
 if why := browser.missing():
     pytest.skip(why, allow_module_level=True)
@@ -65,53 +62,21 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class Browser:
-    """A page of a studio, used as a person does: by labels of fields, names of buttons and what can be read."""
-
-    def __init__(self, driver: Any, url: str) -> None:
-        self.driver, self.base = driver, url.partition("/?")[0]
-        driver.get(url)
-
-    def open(self, page: str) -> None:
-        self.driver.get(self.base + page)
-
-    @property
-    def text(self) -> str:
-        return self.driver.find_element(By.TAG_NAME, "body").text
-
-    def field(self, label: str) -> Any:
-        return self.driver.find_element(By.CSS_SELECTOR, f'input[aria-label="{label}"], textarea[aria-label="{label}"]')
-
-    def type(self, label: str, text: str) -> None:
-        self.field(label).send_keys(Keys.CONTROL, "a")
-        self.field(label).send_keys(text)
-
-    def buttons(self, name: str) -> list[Any]:
-        return [one for one in self.driver.find_elements(By.TAG_NAME, "button") if one.text.strip() == name and one.is_displayed()]
-
-    def press(self, name: str) -> None:
-        self.buttons(name)[0].click()
-
-    def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-        """Looks seldom: to read a page costs the browser time, which on a busy machine the studio needs."""
-        assert eventually(lambda: condition() or bool(time.sleep(0.25)), seconds), self.text
-
-    def wait_for(self, text: str, seconds: float = 60.0) -> None:
-        self.until(lambda: text in self.text, seconds)
-
-
 @contextmanager
-def studio_over(folder: Path, *options: str, **variables: str) -> Iterator[Browser]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-u", "-m", "aligner.cli", "studio", str(folder), "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
-        try:
-            url = next(found[1] for line in process.stdout or () if (found := re.match(r"open: (\S+)", line)))
-            with browser.chromium(width=1500, height=1400) as driver:
-                yield Browser(driver, url)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            assert eventually(lambda: not served_below(folder.parent), 30), served_below(folder.parent)
+def studio_over(folder: Path, *options: str, **variables: str) -> Iterator[Page]:
+    """A page of a studio that is killed in the end: what it served ends too."""
+    try:
+        with studio(folder, *options, end=signal.SIGKILL, **variables) as url, browser.chromium(width=1500, height=1400) as driver:
+            yield Page(driver, url)
+    finally:
+        assert eventually(lambda: not served_below(folder.parent), 30), served_below(folder.parent)
+
+
+def enter(page: Page, values: dict[str, object]) -> None:
+    """Write these into the fields with these labels."""
+    for label, value in values.items():
+        page.field(label).send_keys(Keys.CONTROL, "a")
+        page.field(label).send_keys(str(value))
 
 
 def served_below(folder: Path) -> list[str]:
@@ -120,13 +85,12 @@ def served_below(folder: Path) -> list[str]:
     return [line for line in lines if " serve " in line and str(folder) in line]
 
 
-def fill(page: Browser, place: Path, name: str) -> None:
+def fill(page: Page, place: Path, name: str) -> None:
     page.open("/new?config=sft")
-    page.wait_for("Cannot start: data.train is required", 300)  # a process has imported torch
+    page.wait_for("Cannot start: data.train is required", seconds=300)  # a process has imported torch
     values = {"data.train": place / "train.jsonl", "model.path": place / "chats", "loop.max_steps": 2, "algorithm.batch_size": 4}
-    for label, value in {**values, "optimizer.lr": "1e-2", "Name of the run": name}.items():
-        page.type(label, str(value))
-    page.wait_for("All 2 steps take", 120)
+    enter(page, {**values, "optimizer.lr": "1e-2", "Name of the run": name})
+    page.wait_for("All 2 steps take", seconds=120)
 
 
 @pytest.fixture(scope="module")
@@ -136,26 +100,25 @@ def run(place: Path) -> Path:
         fill(page, place, "first")
         assert page.driver.find_element(By.CSS_SELECTOR, '[role=img][aria-label^="chart: memory of trainer"]').rect["height"] > 50
         assert page.driver.find_elements(By.CSS_SELECTOR, "[role=img] canvas, [role=img] svg")
-        page.press("Look at the data")
-        page.wait_for("16 of 16 records can be used, 0 bad", 300)
+        page.click("Look at the data")
+        page.wait_for("16 of 16 records can be used, 0 bad", seconds=300)
         assert HOSTILE in page.text  # as text
         assert "taken over" not in page.driver.title
         trained = page.driver.find_elements(By.CSS_SELECTOR, "div[style*=underline]")
         assert "It is 0.<|im_end|>" in trained[0].text
 
-        page.type("optimizer.lr", "-3")
+        enter(page, {"optimizer.lr": "-3"})
         page.wait_for("Cannot start: optimizer.lr=-3.0")
         beside = page.driver.find_element(By.CSS_SELECTOR, ".q-field--error")
         page.until(lambda: "optimizer.lr=-3.0, min_lr" in beside.text)
-        page.press("Start")
+        page.click("Start")
         page.wait_for("not started")
-        page.type("optimizer.lr", "1e-2")
-        page.type("Name of the run", "../outside")
+        enter(page, {"optimizer.lr": "1e-2", "Name of the run": "../outside"})
         page.wait_for("name='../outside'")
-        page.type("Name of the run", "first")
-        page.wait_for("All 2 steps take", 120)
+        enter(page, {"Name of the run": "first"})
+        page.wait_for("All 2 steps take", seconds=120)
         assert f"run.directory={place / 'runs' / 'first'}" in page.text  # of the command
-        page.press("Start")
+        page.click("Start")
         page.until(lambda: page.driver.current_url.endswith("/run/first"), 120)
     directory = place / "runs" / "first"
     assert eventually(lambda: (directory / "done.json").is_file(), 120), (directory / LAUNCH_LOG).read_text()
@@ -178,28 +141,21 @@ def test_the_better_of_two_answers_becomes_a_pair(run: Path, place: Path) -> Non
         page.wait_for("Ctrl+Enter sends")
         offered = [one.get_attribute("value") for one in page.driver.find_elements(By.CSS_SELECTOR, "datalist option")]
         assert str(run / "export") in offered
-        for label, value in {
-            "Policy A": run / "export",
-            "Policy B": place / "chats",
-            "Most tokens": 12,
-            "System prompt": "Be kind.",
-        }.items():
-            page.type(label, str(value))
-        page.type("Message", "What is 2 plus 3?")
-        page.press("Send")
-        page.until(lambda: bool(page.buttons("B is better")), 120)
+        enter(page, {"Policy A": run / "export", "Policy B": place / "chats", "Most tokens": 12, "System prompt": "Be kind."})
+        enter(page, {"Message": "What is 2 plus 3?"})
+        page.click("Send")
+        page.until(lambda: page.named("B is better"), 120)
         assert served_below(place)
-        page.press("B is better")
+        page.click("B is better")
         page.wait_for("appended to")
 
-        page.type("Policy B", Keys.BACKSPACE)
-        page.type("Policy A", str(place / "continues"))
+        enter(page, {"Policy B": Keys.BACKSPACE, "Policy A": place / "continues"})
         page.field("Message").send_keys("Once ", Keys.CONTROL, Keys.ENTER)
-        page.wait_for("has no chat template: it continues the text", 120)
-        page.type("Policy A", str(place / "missing"))
-        page.until(lambda: page.buttons("Send")[0].is_enabled())
+        page.wait_for("has no chat template: it continues the text", seconds=120)
+        enter(page, {"Policy A": place / "missing"})
+        page.until(lambda: page.named("Send")[0].is_enabled())
         page.field("Message").send_keys("Who?", Keys.CONTROL, Keys.ENTER)
-        page.wait_for(f"error: model.path={place / 'missing'}: no such directory", 120)
+        page.wait_for(f"error: model.path={place / 'missing'}: no such directory", seconds=120)
     assert not list(temporary.iterdir())  # the studio was killed, and had keys of two policies
     pairs = place / "runs" / PREFERENCES
     (pair,) = read_rows(pairs)
@@ -214,17 +170,16 @@ def test_a_read_only_studio_starts_and_writes_nothing(run: Path, place: Path) ->
     before = sorted(place.rglob("*"))
     with studio_over(place / "runs", "--read-only") as page:
         fill(page, place, "second")
-        assert not page.buttons("Start")
+        assert not page.named("Start")
         assert "read-only: it starts nothing" in page.text
-        page.type("Name of the run", "first")
+        enter(page, {"Name of the run": "first"})
         page.wait_for("exists: it will be resumed")
         page.open("/chat")
         page.wait_for("Ctrl+Enter sends")
-        for label, value in {"Policy A": run / "export", "Policy B": run / "export", "Most tokens": 12}.items():
-            page.type(label, str(value))
+        enter(page, {"Policy A": run / "export", "Policy B": run / "export", "Most tokens": 12})
         page.field("Message").send_keys("Hello", Keys.CONTROL, Keys.ENTER)
-        page.until(lambda: bool(page.buttons("A is better")), 120)
-        page.press("A is better")
+        page.until(lambda: page.named("A is better"), 120)
+        page.click("A is better")
         page.wait_for("--read-only: this studio writes nothing")
     assert sorted(place.rglob("*")) == before
 
@@ -236,12 +191,12 @@ def test_a_run_by_slurm_is_shown_submitted_and_queued_before_it_runs(place: Path
     slurm.run("scontrol", "update", "partitionname=batch", "state=down")
     with studio_over(place / "runs", **ENVIRONMENT, PATH=f"{tmp_path}:{os.environ['PATH']}") as page:
         fill(page, place, "by_slurm")
-        choose(page, "cluster preset", "laptop")
-        choose(page, "Where", "Slurm")
+        page.choose("cluster preset", "laptop")
+        page.choose("Where", "Slurm")
         script = page.driver.find_element(By.CSS_SELECTOR, '[aria-label="batch script"]')
         page.until(lambda: "#SBATCH --nodes=1" in script.text and f"run.directory={place / 'runs' / 'by_slurm'}" in script.text, 120)
         assert not (place / "runs" / "by_slurm").exists()
-        page.press("Start")
+        page.click("Start")
         page.until(lambda: page.driver.current_url.endswith("/run/by_slurm"), 120)
         page.wait_for("queued")
         job = slurm.job(int(re.findall(r"Slurm job (\d+)", page.text)[0]), place / "runs" / "by_slurm")
@@ -251,11 +206,3 @@ def test_a_run_by_slurm_is_shown_submitted_and_queued_before_it_runs(place: Path
         job.wait("COMPLETED", timeout_seconds=400)
         page.wait_for("2 of 2")
         page.until(lambda: any({"by_slurm", "done"} <= set(row.text.split()) for row in page.driver.find_elements(By.TAG_NAME, "tr")))
-
-
-def choose(page: Browser, label: str, option: str) -> None:
-    """An option of a list, by the keyboard's user's way: open it, and click."""
-    page.driver.find_element(By.CSS_SELECTOR, f'[aria-label="{label}"]').click()
-    path = f"//*[@role='option'][normalize-space()='{option}']"
-    page.until(lambda: bool(page.driver.find_elements(By.XPATH, path)))
-    page.driver.find_element(By.XPATH, path).click()
