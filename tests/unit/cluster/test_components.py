@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.cluster.component import Component, LocalLauncherConfig, check_components, free_ports, rank_environment
+from aligner.cluster.component import Component, LocalLauncherConfig, check_components, rank_environment
 from aligner.cluster.run_directory import RunDirectory, ServiceWatch
 from aligner.errors import ConfigError, LaunchError
 
@@ -49,10 +49,6 @@ def test_rank_environment_is_torchruns() -> None:
     }
     assert rank_environment(_component("a"), 0, 1, {})["OMP_NUM_THREADS"] == "1"
     assert rank_environment(_component("a"), 0, 1, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
-
-
-def test_ports_are_distinct() -> None:
-    assert len(set(free_ports(20))) == 20
 
 
 def test_services_are_announced_once_and_stale_ones_removed(tmp_path: Path) -> None:

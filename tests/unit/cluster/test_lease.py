@@ -126,7 +126,3 @@ def test_processes_leave_with_their_lease(path: Path) -> None:
     assert "was not touched for" in said["stale"]
     assert "was withdrawn: the starter of this process has ended" in said["withdrawn"]
     assert "belongs to attempt 1.1 now, this is a process of attempt 1.0" in said["renewed"]
-
-
-def test_without_a_lease_nothing_is_watched() -> None:
-    leases.watch_lease({})

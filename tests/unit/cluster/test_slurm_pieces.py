@@ -18,7 +18,7 @@ from aligner.algorithms.registry import recipe_of, recipes
 from aligner.cluster import outcomes
 from aligner.cluster.outcomes import Outcome
 from aligner.cluster.slurm import steps
-from aligner.cluster.slurm.allocation import allocation, export_option, step_environment, submission_environment
+from aligner.cluster.slurm.allocation import export_option, step_environment, submission_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.spec import (
     ComponentSpec,
@@ -41,6 +41,12 @@ from aligner.settings.compose import compose
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sub"))
 ACTOR = ComponentSpec(name="actor", program=("train.py", "a=1"), num_nodes=2, ranks_per_node=8, gpus_per_node=8)
+
+
+def step(site: SlurmConfig, container: str = "", component: ComponentSpec = ACTOR, log: str = "x") -> list[str]:
+    """The command of a component's step."""
+    where = runtime({"ALIGNER_CONTAINER": container}, home=Path("/me"), directory=Path("/d"))
+    return srun_command(component, site, where, on=[], log=log)
 
 
 @cache  # a composition takes a second
@@ -149,7 +155,7 @@ def test_srun_of_a_component(variables, options, command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("site", "step", "script"),
+    ("site", "options", "script"),
     [
         (SlurmConfig(), ["--gpus-per-node=8"], "--ntasks-per-node=8 --gpus-per-node=8 --mem=0 --exclusive"),
         (SlurmConfig(gpu_type="h100"), ["--gpus-per-node=h100:8"], "--ntasks-per-node=8 --gpus-per-node=h100:8 --mem=0 --exclusive"),
@@ -163,15 +169,14 @@ def test_srun_of_a_component(variables, options, command) -> None:
         (SlurmConfig(exclusive=False), ["--gpus-per-node=8"], "--ntasks-per-node=8 --gpus-per-node=8\n"),
     ],
 )
-def test_how_gpus_are_asked_for(site: SlurmConfig, step: list[str], script: str) -> None:
-    made = srun_command(ACTOR, site, runtime({}, home=Path("/me"), directory=Path("/d")), on=[], log="x")
-    assert [option for option in made if "gpu" in option] == step
+def test_how_gpus_are_asked_for(site: SlurmConfig, options: list[str], script: str) -> None:
+    assert [option for option in step(site) if "gpu" in option] == options
     assert script in render("grpo_70b", replace(spec("grpo_70b"), slurm=site), title="t")
 
 
 def test_every_rank_writes_to_a_log_of_its_own(tmp_path: Path) -> None:
     """By Slurm's variable, whatever srun takes for a pattern in its options."""
-    made = srun_command(ACTOR, SlurmConfig(), runtime({}, home=Path("/me"), directory=Path("/d")), on=[], log=f"{tmp_path}/actor")
+    made = step(SlurmConfig(), log=f"{tmp_path}/actor")
     command = [*made[made.index("sh") : made.index(f"{tmp_path}/actor") + 1], "sh", "-c", "echo out; echo err >&2"]
     for rank in ("0", "13", "13"):
         subprocess.run(command, env={"PATH": os.environ["PATH"], "SLURM_PROCID": rank}, check=True, timeout=60)
@@ -181,8 +186,7 @@ def test_every_rank_writes_to_a_log_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "seen"), [("4,5,6,7", "6,7"), (None, "2,3")])
 def test_components_of_a_node_share_gpus_that_slurm_does_not_count(given: str | None, seen: str) -> None:
     sharing = replace(ACTOR, gpus="3-4", gpus_per_node=4)
-    site = SlurmConfig(gpu_request=GpuRequest.none)
-    command = srun_command(sharing, site, runtime({}, home=Path("/me"), directory=Path("/d")), on=[], log="x")
+    command = step(SlurmConfig(gpu_request=GpuRequest.none), component=sharing)
     command = [*command[command.index("x") + 1 : -4], "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"']
     environ = {"PATH": os.environ["PATH"], **({"CUDA_VISIBLE_DEVICES": given} if given else {})}
     assert subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60).stdout == f"{seen}\n"
@@ -198,6 +202,7 @@ def old_python(folder: Path, name: str, version: str) -> None:
 def body(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """The batch script up to the conductor, in whose place the interpreter's path is printed."""
     (tmp_path / "home").mkdir(exist_ok=True)
+    (tmp_path / "home" / "aligner").unlink(missing_ok=True)
     (tmp_path / "home" / "aligner").symlink_to(ROOT / "aligner")
     text = render("ppo_smoke_cpu", spec("ppo_smoke_cpu"), title="t")
     path = f"{tmp_path}/bin:/usr/bin:/bin"
@@ -214,13 +219,10 @@ def test_a_script_finds_a_fitting_interpreter(tmp_path: Path, version: str) -> N
     said = f"error: no Python 3.10 or newer with aligner on {os.uname().nodename} (python3 is Python {version}): "
     none = body(tmp_path)
     assert none.returncode == 2 and none.stdout == f"{said}set ALIGNER_PYTHON to one, or load a module in slurm.setup\n"
-    (tmp_path / "home" / "aligner").unlink()
     (tmp_path / "bin" / "python3.11").unlink()
     (tmp_path / "bin" / "python3.11").symlink_to(sys.executable)
     assert body(tmp_path).stdout == "python3.11\n"
-    (tmp_path / "home" / "aligner").unlink()
     assert body(tmp_path, ALIGNER_VENV=sys.prefix).stdout == f"{sys.prefix}/bin/python\n"
-    (tmp_path / "home" / "aligner").unlink()
     named = body(tmp_path, ALIGNER_PYTHON=str(tmp_path / "bin" / "python3"), ALIGNER_VENV=sys.prefix)
     assert named.returncode == 2 and f"({tmp_path}/bin/python3 is Python {version})" in named.stdout
 
@@ -228,23 +230,18 @@ def test_a_script_finds_a_fitting_interpreter(tmp_path: Path, version: str) -> N
 def test_a_sites_lines_run_before_every_step() -> None:
     """On the node itself: outside of a container that the step starts, and not in one that Slurm starts."""
     site = SlurmConfig(setup="module load cuda", srun_options=["--cpu-bind=none", "--mpi=pmi2"])
-
-    def made(container: str) -> list[str]:
-        where = runtime({"ALIGNER_CONTAINER": container}, home=Path("/me"), directory=Path("/d"))
-        return srun_command(ACTOR, site, where, on=[], log="x")
-
-    own = made("")
+    own = step(site)
     assert own.index("--mpi=pmi2") == own.index("--cpu-bind=none") + 1 < own.index("bash")
     assert own[own.index("bash") + 3 :] == ["bash", "module load cuda", "python3", "-u", "train.py", "a=1"]
-    apptainer = made("apptainer:x.sif")
+    apptainer = step(site, "apptainer:x.sif")
     assert apptainer.index("module load cuda") + 1 == apptainer.index("apptainer")
-    assert "module load cuda" not in made("pyxis:x") and "--cpu-bind=none" in made("pyxis:x")
+    pyxis = step(site, "pyxis:x")
+    assert "module load cuda" not in pyxis and "--cpu-bind=none" in pyxis
 
 
 def run_setup(setup: str) -> subprocess.CompletedProcess[str]:
     """A step's command, with `env` in the program's place."""
-    where = runtime({}, home=Path("/me"), directory=Path("/d"))
-    command = srun_command(ACTOR, SlurmConfig(setup=setup), where, on=[], log="x")
+    command = step(SlurmConfig(setup=setup))
     command = [*command[command.index("bash") : -4], "sh", "-c", 'echo "$SITE $1"', "sh", "two words"]
     return subprocess.run(command, env={"PATH": os.environ["PATH"], "SLURMD_NODENAME": "n7"}, capture_output=True, text=True, timeout=60)
 
@@ -329,11 +326,6 @@ def test_what_a_following_job_is_given() -> None:
     assert export_option(batch) == "--export=ALIGNER_MOUNTS,ALIGNER_CONTINUES"
 
 
-def test_a_job_of_one_component() -> None:
-    found = allocation({"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/d", "SLURM_JOB_NUM_NODES": "8", "SLURMD_NODENAME": "n3"})
-    assert (found.jobs, found.num_nodes, found.step_options(0), found.continues) == (("7",), (8,), [], "")
-
-
 def command(folder: Path, name: str, text: str) -> None:
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -402,24 +394,17 @@ def test_which_scripts_are_checked_in() -> None:
     assert {script.stem for script in SCRIPTS} == {f"{name}_70b" for name in of_70b} | {"ppo_long_context", "smoke_cpu"}
 
 
-def asked(name: str, capsys, *settings: str) -> list[str]:
-    """The sizes that the script of a config asks for, a component each."""
-    assert launch_slurm(name, settings, LaunchOptions(dry_run=True)) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH --nodes=")]
-
-
-def test_a_job_without_gpus_asks_for_nothing_more(capsys) -> None:
-    assert {line.partition("#SBATCH ")[2] for line in asked("ppo_smoke_cpu", capsys)} == {"--nodes=1 --ntasks-per-node=1"}
-
-
 def test_a_script_of_other_settings_carries_them(capsys) -> None:
     settings = ["cluster.gpus_per_node=4", "slurm.account=lab", "run.directory=runs/a b", "slurm.options=['--nice']"]
+    settings += ["slurm.setup='module load cuda'"]
     assert launch_slurm("dpo_70b", settings, LaunchOptions(dry_run=True)) == 0
     text = capsys.readouterr().out
     size = "#SBATCH --nodes=16 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=28 --mem=0 --exclusive"
     assert f"{size}\n#SBATCH --account=lab\n#SBATCH --nice\n" in text
     assert "--config dpo_70b --set cluster.gpus_per_node=4 --set slurm.account=lab --set 'run.directory=runs/a b'" in text
     assert text.endswith(' -- "$@"\n')
+    before, _, after = text.partition("\n# slurm.setup\nmodule load cuda\n")
+    assert "#SBATCH" in before and "#SBATCH" not in after and "python3" in after
 
 
 def test_a_script_keeps_choices_that_could_not_be_exported(tmp_path: Path) -> None:
@@ -464,17 +449,3 @@ def test_what_a_job_has_asked_for(memory: str, tres: str, more: set[str]) -> Non
     client.run = lambda *command: ASKED.format(memory=memory, tres=tres) + "\n"
     (record,) = client.show("7")
     assert set(record.options) == KEPT | more
-
-
-def test_a_script_for_a_site(capsys) -> None:
-    settings = ["slurm.memory=0", "slurm.setup='module load cuda'"]
-    assert launch_slurm("ppo_70b", settings, LaunchOptions(dry_run=True)) == 0
-    text = capsys.readouterr().out
-    assert text.count(" --mem=0 ") == 3  # of actor, critic and reward model
-    before, _, after = text.partition("\n# slurm.setup\nmodule load cuda\n")
-    assert "#SBATCH" in before and "#SBATCH" not in after and "python3" in after
-
-
-def test_a_job_that_is_submitted_must_be_complete() -> None:
-    with pytest.raises(ConfigError, match="data.train is required"):
-        launch_slurm("dpo_70b", [], LaunchOptions())
