@@ -28,7 +28,7 @@ def test_rows_are_written_in_full(tmp_path: Path) -> None:
 def test_tokens_come_back_as_they_were_written(tmp_path: Path) -> None:
     table = TokenTable(texts=("a\u2028", "\ufffd", ""), numbers={"sampler": (-0.5, -math.inf, 0.0), "advantage": (1.0, 2.0, 3.0)})
     turns = (SampleTurn(number=0, heard="", text="a", reward=0.5), SampleTurn(number=3, heard="\u2028", text="b", reward=math.inf))
-    rows = [replace(_row(), group=7, parts={"format": 0.5}, tokens=table, episode=0, turns=turns), _row()]
+    rows = [replace(_row("a\u2028b\x85", "c\nd", math.inf), group=7, parts={"format": 0.5}, tokens=table, episode=0, turns=turns), _row()]
     path = write_rows(tmp_path, 1, rows)
     assert read_rows(path) == rows
     assert "tokens" not in json.loads(path.read_text(encoding="utf-8").split("\n")[1])  # files without them are those of before

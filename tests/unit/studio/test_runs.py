@@ -71,13 +71,6 @@ def test_a_growing_file_is_read_by_what_is_new(tmp_path: Path, monkeypatch: pyte
     assert len(decoded) == 1  # the last line alone is read again
 
 
-def test_a_line_that_is_not_metrics_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "time": 1.0, "loss": 1.0}\nnonsense\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl.*not a line of metrics.*nonsense"):
-        MetricsTail(path).follow()
-
-
 def test_runs_are_found_below_and_not_within_each_other(tmp_path: Path) -> None:
     for name in ("a", "group/b", "group/deep/c"):
         _run(tmp_path, name, 2)
@@ -176,15 +169,6 @@ def test_damage_is_shown_and_does_not_hide_other_runs(tmp_path: Path) -> None:
     assert not _look(found["bad"]).problem
 
 
-def test_archived_runs_are_in_a_file(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    assert runs.archived == set()
-    runs.archive({"b", "a"})
-    assert json.loads((tmp_path / module.ARCHIVE).read_text()) == {"archived": ["a", "b"]} and Runs(tmp_path).archived == {"a", "b"}
-    (tmp_path / module.ARCHIVE).write_text("[]")
-    assert runs.archived == set()
-
-
 def test_what_differs_between_runs(tmp_path: Path) -> None:
     _run(tmp_path, "a", 2, config="optimizer: {lr: 0.1}\nmodel: {path: x}\n")
     _run(tmp_path, "b", 3, config="optimizer: {lr: 0.2}\nmodel: {path: x}\nextra: [1]\n")
@@ -235,6 +219,15 @@ def test_no_file_of_one_run_hides_the_others(tmp_path: Path, file: str, text: st
     if file == "learnt_nothing":
         run.done.write_text("{}")
     getattr(run, file).write_bytes(text.encode() if isinstance(text, str) else text)
-    (tmp_path / module.ARCHIVE).write_text('{"archived": [["odd"], 5]}')
     runs = Runs(tmp_path)
-    assert {row(one)["name"] for one in runs.all()} == {"odd", "good"} and runs.archived == set()
+    assert {row(one)["name"] for one in runs.all()} == {"odd", "good"}
+
+
+def test_archived_runs_are_in_a_file(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    assert runs.archived == set()
+    runs.archive({"b", "a"})
+    assert json.loads((tmp_path / module.ARCHIVE).read_text()) == {"archived": ["a", "b"]} and Runs(tmp_path).archived == {"a", "b"}
+    for damaged in ("[]", '{"archived": [["odd"], 5]}'):
+        (tmp_path / module.ARCHIVE).write_text(damaged)
+        assert runs.archived == set()
