@@ -29,11 +29,7 @@ def test_a_result_is_short_and_has_a_summary(tmp_path: Path) -> None:
     lines = found.summary().splitlines()
     assert lines[0].startswith("steps 1 to 3 in ") and lines[1].split() == ["metric", "first", "last", "best", "course"]
     assert any(line.split()[:6] == ["loss", "2.0000", "0.5000", "0.5000", "@", "3"] for line in lines)
-
-
-def test_a_notebook_shows_a_table(tmp_path: Path) -> None:
-    shown = result(tmp_path, [{"optim/lr": 1e-3, "sft/loss": loss} for loss in (2.0, 1.0, 0.5)])._repr_html_()
-    assert "<td>loss</td><td>2.0000</td><td>0.5000</td><td>0.5000 @ 3</td><td>█▃▁</td>" in shown
+    assert "<td>loss</td><td>2.0000</td><td>0.5000</td><td>0.5000 @ 3</td><td>█▃▁</td>" in found._repr_html_()  # for a notebook
 
 
 def test_a_recipe_that_writes_data_has_no_steps_to_show(tmp_path: Path) -> None:
@@ -57,14 +53,11 @@ def test_a_mistake_is_one_sentence_in_a_script_and_in_a_notebook(
     except ValueError as other:
         sys.excepthook(type(other), other, other.__traceback__)
     assert capsys.readouterr().err.startswith("Traceback")
-
-
-def test_a_hook_of_somebody_else_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = lambda *_: None  # noqa: E731
     monkeypatch.setattr(sys, "excepthook", theirs)
     with pytest.raises(ConfigError):
         api.train("sft", max_stps=3)
-    assert sys.excepthook is theirs
+    assert sys.excepthook is theirs  # a hook of somebody else stays
 
 
 def test_a_bar_follows_the_steps_in_a_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

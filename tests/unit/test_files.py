@@ -19,9 +19,10 @@ from aligner.files import own_directory, publish, with_umask_mode
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "record.json"
+    """Beside what a process that was killed has left."""
+    path, seen = tmp_path / "folder" / "record.json", []
     publish(path, lambda new: new.write_text("one"))
-    seen = []
+    (path.parent / ".record.json.new").write_text("half of something longer than what follows")
 
     def write(new: Path) -> None:
         new.write_text("two")
@@ -29,14 +30,6 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
     publish(path, write)
     assert seen == ["one"] and path.read_text() == "two" and list(path.parent.iterdir()) == [path]
-
-
-def test_an_unfinished_one_is_in_nobodys_way(tmp_path: Path) -> None:
-    """A process that was killed leaves it; the next one writes over it."""
-    path = tmp_path / "record.json"
-    (tmp_path / ".record.json.new").write_text("half of something longer than what follows")
-    publish(path, lambda new: new.write_text("whole"))
-    assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("where", ["write", "fsync"])

@@ -30,13 +30,9 @@ def later():
 """
 
 
-def test_imports_at_import_time():
+def test_imports_at_import_time_and_of_any_kind():
     names = ["aligner.a", "aligner.b", "aligner.c", "aligner.d", "aligner.e.f", "aligner.g"]
     assert imports_of("aligner.a", ast.parse(A), names) == {"aligner.b", "aligner.c", "aligner.e.f"}
-
-
-def test_imports_of_any_kind():
-    names = ["aligner.a", "aligner.b", "aligner.c", "aligner.d", "aligner.e.f", "aligner.g"]
     assert imports_of("aligner.a", ast.parse(A), names, later=True) == set(names) - {"aligner.a"}
 
 

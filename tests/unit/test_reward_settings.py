@@ -66,7 +66,6 @@ def test_on_the_command_line(parts):
     ["reward.function.arguments={target: hello}", "reward.function.arguments.target=hello", "+reward.function.arguments.target=hello"],
 )
 def test_arguments_of_one_function(given):
-    """As docs/rewards.md has them, and with Hydra's `+`."""
     real = compose(TrainGRPO, "grpo", ["data.train=x", "model.path=y", "reward.function.path=a:b", given])
     assert real.reward.function.arguments == {"target": "hello"}
     assert override("reward.function.arguments", {"target": "it's"}) == r"reward.function.arguments={target:'it\'s'}"
@@ -114,6 +113,13 @@ def test_what_does_not_go_together():
         RewardConfig(functions={"one": one}, serve=True)
     with pytest.raises(ConfigError, match="reward.function.path=c:d and reward.functions.one: give one of the two"):
         RewardConfig(functions={"one": one}, function=NamedRewardConfig(path="c:d"))
+    there, function = ModelConfig(path="there"), NamedRewardConfig(path="a:b")
+    with pytest.raises(ConfigError, match="reward.function.path='': name a reward function, or set reward.serve=true"):
+        RewardConfig(model=there).check_named()
+    with pytest.raises(ConfigError, match="reward.model.path='': name the reward model's checkpoint, or a function"):
+        RewardConfig(serve=True).check_named()
+    for settings in ({"function": function}, {"function": function, "serve": True}, {"model": there, "serve": True}):
+        RewardConfig(**settings).check_named()
 
 
 FUNCTIONS = """def plain(prompts, responses, answers, level): ...

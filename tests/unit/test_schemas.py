@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -12,17 +10,12 @@ import pytest
 import yaml
 
 from aligner import cli
-from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.registry import composed, recipe_of, recipes
 from aligner.commands.programs import launch_local
 from aligner.errors import ConfigError
 from aligner.files import conf_directory, configs
-from aligner.models.config import ModelConfig
-from aligner.rewards.config import RewardFunctionConfig
-from aligner.servers.components import RewardConfig
-from aligner.settings.compose import _check_numbers, compose, from_yaml, to_yaml
+from aligner.settings.compose import compose, from_yaml, to_yaml
 from aligner.settings.explain import check_preset
-from aligner.settings.schema import named_as, schema_keys
 
 CONF = conf_directory()
 SCHEMAS = {name: recipe.config for name, recipe in recipes().items()}
@@ -113,57 +106,9 @@ def test_root_files_hold_deviations_only(name: str) -> None:
         assert value != default, f"conf/{name}.yaml repeats the default of {key}"
 
 
-@pytest.mark.parametrize("schema", list(dict.fromkeys(SCHEMAS.values())))
-def test_every_number_must_be_finite(schema: type) -> None:
-    keys = list(schema_keys(schema))
-    numbers = [key for key in keys if "float" in key.type]
-    assert len(numbers) > 20
-    for key in numbers:
-        name = named_as(key.key, "")
-        value = [math.nan] if "list" in key.type else {"x": math.nan} if "dict" in key.type else math.nan
-        for part in reversed(name.split(".")):
-            value = {part: value}
-        with pytest.raises(ConfigError, match=rf"^{re.escape(name)}(\.0|\.x)?=nan: must be a finite number$"):
-            _check_numbers(value, keys)
-
-
-@pytest.mark.parametrize(
-    ("setting", "error"),
-    [
-        ("optimizer.lr=1e30", "optimizer.lr=1e+30, min_lr=0.0: need 0 <= min_lr <= lr and 0 < lr <= 10"),
-        ("critic.optimizer.lr=1e30", "critic.optimizer.lr=1e+30, min_lr=0.0: need 0 <= min_lr"),
-        ("critic.optimizer.beta1=1", "critic.optimizer.beta1=1.0: must be at least 0 and below 1"),
-        ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: must be at least 0 and below 1"),
-        ("optimizer.eps=0", "optimizer.eps=0.0: must be above 0"),
-        ("optimizer.weight_decay=2e6", "optimizer.weight_decay=2000000.0: must not be negative, and lr * weight_decay must be below 1"),
-        (f"run.seed={2**63}", f"run.seed={2**63}: must be"),
-        ("run.seed=-1", "run.seed=-1: must be from 0 to 9223372036854775807"),
-        ("model.architecture.rope_theta=0", "model.architecture.rope_theta=0.0: must be finite and above 0"),
-        ("model.architecture.norm_eps=-1", "model.architecture.norm_eps=-1.0: must be finite and not negative"),
-        ("reward.functions.a.url=http://x reward.functions.a.num_threads=0", "reward.functions.a.num_threads=0: must be at least 1"),
-        ("rollout.sampling.top_p=2", "rollout.sampling.top_p=2.0: must be above 0 and at most 1"),
-    ],
-)
-def test_numbers_that_cannot_work_are_named_as_they_are_written(setting: str, error: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(error)}"):
-        from_yaml(TrainPPO, "", ["optimizer.min_lr=0", "critic.optimizer.min_lr=0", "data.train=x", *setting.split()])
-
-
-def test_a_reward_must_be_named() -> None:
-    with pytest.raises(ConfigError, match="reward.function.path='': name a reward function, or set reward.serve=true"):
-        RewardConfig(model=ModelConfig(path="a model that is not served")).check_named()
-    with pytest.raises(ConfigError, match="reward.model.path='': name the reward model's checkpoint, or a function"):
-        RewardConfig(serve=True).check_named()
-    RewardConfig(function=RewardFunctionConfig(path="a:b")).check_named()
-    RewardConfig(serve=True, function=RewardFunctionConfig(path="a:b")).check_named()
-    RewardConfig(serve=True, model=ModelConfig(path="there")).check_named()
-
-
 @pytest.mark.parametrize(
     ("recipe", "settings", "text"),
     [
-        ("dpoo", [], "there is no config 'dpoo': did you mean dpo?"),
-        ("grpo", ["parallel.tp=3", "num_processes=2"], "parallel.tp=3 does not divide the 2 ranks"),
         ("ppo", ["critic.parallel.tp=2"], "parallel.tp=2 does not divide the 1 ranks"),
         ("ppo", [], "reward.model.path=''"),
         ("grpo", [], "reward.function.path=''"),

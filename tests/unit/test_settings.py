@@ -130,7 +130,6 @@ def test_every_setting_has_an_entry_and_every_entry_a_setting() -> None:
 
 
 def test_every_setting_is_read_somewhere() -> None:
-    """By its name: as an attribute, or as a text for getattr."""
     nodes = [node for file in (ROOT / "aligner").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -80,7 +80,7 @@ def test_an_odd_number_of_preference_rows():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_select_rows(kind):
+def test_select_rows_and_columns(kind):
     batch = kind(**fields_of(kind))
     part = take_rows(batch, slice(2, 4))
     assert type(part) is kind and num_rows(part) == 2
@@ -89,20 +89,17 @@ def test_select_rows(kind):
         if name in fields_of(kind):
             assert torch.equal(getattr(part, name), fields_of(kind)[name][2:4])
     assert num_rows(take_rows(batch, slice(2, 100))) == 2  # the last micro-batch may be short
+    empty = take_rows(batch, slice(2, 2))
+    assert num_rows(empty) == num_rows(take_rows(empty, slice(0, 3))) == 0
+    optional = {"ref_logprobs": torch.zeros(B, S)} if kind in (PolicyBatch, PreferenceBatch) else {}
+    for given in (batch, kind(**fields_of(kind), **optional)):  # the constructor raises where a [B, S] field kept its width
+        assert trim_columns(given, 2).tokens.shape == (B, 2)
 
 
 def test_select_rows_takes_one_margin_per_pair():
     batch = PreferenceBatch(**fields_of(PreferenceBatch))
     assert take_rows(batch, slice(0, 2)).margins.tolist() == [0.25]
     assert take_rows(batch, slice(2, 4)).margins.tolist() == [0.75]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_select_no_rows(kind):
-    batch = kind(**fields_of(kind))
-    empty = take_rows(batch, slice(2, 2))
-    assert num_rows(empty) == 0
-    assert num_rows(take_rows(empty, slice(0, 3))) == 0
 
 
 def test_trim_and_pad_columns():
@@ -120,14 +117,6 @@ def test_trim_leaves_labels_and_margins_alone():
     """K = 3 labels a row and P = 2 margins are no columns of tokens, though 2 < 3 would cut them."""
     assert trim_columns(LabeledBatch(**fields_of(LabeledBatch)), 2).labels.shape == (B, 3)
     assert trim_columns(PreferenceBatch(**fields_of(PreferenceBatch)), 1).margins.tolist() == [0.25, 0.75]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_token_field_is_trimmed(kind):
-    batch = trim_columns(kind(**fields_of(kind)), 2)  # the constructor raises where a [B, S] field kept its width
-    assert batch.tokens.shape == (B, 2)
-    optional = {"ref_logprobs": torch.zeros(B, S)} if kind in (PolicyBatch, PreferenceBatch) else {}
-    assert trim_columns(kind(**fields_of(kind), **optional), 2).tokens.shape == (B, 2)
 
 
 def test_to_device_keeps_absent_fields_absent():
