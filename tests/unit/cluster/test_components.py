@@ -51,21 +51,12 @@ def test_rank_environment_is_torchruns() -> None:
     assert rank_environment(_component("a"), 0, 1, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
 
 
-def test_services_are_announced_once_and_stale_ones_removed(tmp_path: Path) -> None:
+def test_a_service_that_waits_for_its_turn_is_not_late(tmp_path: Path) -> None:
+    """Nor does what an earlier start has left announce one."""
     run = RunDirectory(tmp_path / "run").create()
     run.service("critic").write_text('{"url": "http://dead"}')
-    watch = ServiceWatch(run, ["critic", "actor"], ["critic"], 100.0)
-    assert not run.service("critic").exists()
-    assert watch.poll() == []
-    run.service("critic").write_text(json.dumps({"url": "http://127.0.0.1:1"}))
-    (line,) = watch.poll()
-    assert line.startswith("critic: ready after") and line.endswith("at http://127.0.0.1:1")
-    assert watch.poll() == []
-
-
-def test_a_service_that_waits_for_its_turn_is_not_late(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run").create()
     watch = ServiceWatch(run, ["critic"], ["critic"], 0.0)
+    assert not run.service("critic").exists()
     run.service("critic").write_text(json.dumps({"state": "waiting"}))
     assert watch.poll() == []
     run.service("critic").write_text(json.dumps({"state": "loading"}))

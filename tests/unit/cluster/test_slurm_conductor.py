@@ -55,15 +55,20 @@ def test_a_run_that_is_done_cancels_its_gatekeeper_and_is_not_started_again(worl
 
 
 def test_a_dead_server_is_started_again_alone(world) -> None:
+    """Also one that leaves with exit code 0, or never registers."""
+    world.slurm = replace(world.slurm, ready_timeout_seconds=0.3)
     world.behaves(
         critic_1="register; sleep 0.2; exit 137",
-        actor="awaits critic 2; finishes 10",
+        reward_1="register; says 0; exit 0",
+        reward_2="lasts",
+        actor="awaits critic 2; awaits reward 3; finishes 10",
     )
     assert world.conduct() == 0
-    assert world.starts() == ["actor.1", "critic.1", "critic.2", "reward.1"]
+    assert world.starts() == ["actor.1", "critic.1", "critic.2", "reward.1", "reward.2", "reward.3"]
     assert [line for line in world.lines("srun") if "attempt=42.0" not in line] == []
-    died = next(line for line in world.history() if line["event"] == "server_died")
-    assert died["component"] == "critic" and died["restarted"] and "critic was killed" in died["reason"]
+    died = next(line for line in world.history() if line["event"] == "server_died" and line["component"] == "critic")
+    assert died["restarted"] and "critic was killed" in died["reason"]
+    assert "has not registered itself within slurm.ready_timeout_seconds=0.3" in world.text()
 
 
 def test_a_server_whose_srun_was_killed_is_ended_before_it_starts_again(world) -> None:
@@ -72,15 +77,6 @@ def test_a_server_whose_srun_was_killed_is_ended_before_it_starts_again(world) -
     world.behaves(critic_1=runs_on, actor="awaits critic 2; finishes 10")
     assert world.conduct() == 0
     assert "which have lost their srun" in world.text() and world.living_steps() == []
-
-
-def test_a_server_that_leaves_with_zero_or_never_registers_is_dead_too(world) -> None:
-    world.slurm = replace(world.slurm, ready_timeout_seconds=0.3)
-    waits = "awaits reward 3; finishes 10"
-    world.behaves(reward_1="register; says 0; exit 0", reward_2="lasts", actor=waits)
-    assert world.conduct() == 0
-    assert [start for start in world.starts() if start.startswith("reward")] == ["reward.1", "reward.2", "reward.3"]
-    assert "has not registered itself within slurm.ready_timeout_seconds=0.3" in world.text()
 
 
 def test_a_server_that_dies_too_often_ends_the_attempt_after_a_grace(world) -> None:
@@ -92,18 +88,21 @@ def test_a_server_that_dies_too_often_ends_the_attempt_after_a_grace(world) -> N
     assert world.cancelled() == [] and world.living_steps() == []
 
 
-def test_a_server_that_was_asked_for_something_wrong_ends_the_job_for_good(world) -> None:
-    world.behaves(critic="says 2 'critic.clip=-1'; exit 2", actor="lasts")
-    assert world.conduct() == 2
-    assert "refused: critic: rank 0 ended with exit code 2: critic.clip=-1 (exit code 2)" in world.text()
-    assert world.cancelled() == ["100"]
-
-
-@pytest.mark.parametrize(("code", "ending"), [(2, "refused"), (78, "halted")])
-def test_codes_of_the_actor_that_end_a_run_for_good(code: int, ending: str, world) -> None:
-    world.behaves(actor=f"says {code} 'look at this'; exit 137")  # srun's own code says nothing
-    assert world.conduct() == code
-    assert f"{ending}: actor: rank 0 ended with exit code {code}: look at this" in world.text()
+@pytest.mark.parametrize(
+    ("scripts", "code", "said"),
+    [  # srun's own code says nothing
+        ({"actor": "says 2 'look at this'; exit 137"}, 2, "refused: actor: rank 0 ended with exit code 2: look at this"),
+        ({"actor": "says 78 'look at this'; exit 137"}, 78, "halted: actor: rank 0 ended with exit code 78: look at this"),
+        (
+            {"actor": "lasts", "critic": "says 2 'critic.clip=-1'; exit 2"},
+            2,
+            "refused: critic: rank 0 ended with exit code 2: critic.clip=-1",
+        ),
+    ],
+)
+def test_codes_that_end_a_run_for_good(scripts: dict[str, str], code: int, said: str, world) -> None:
+    world.behaves(**scripts)
+    assert world.conduct() == code and said in world.text()
     assert world.cancelled() == ["100"] and world.starts() == ["actor.1", "critic.1", "reward.1"]
 
 
@@ -152,13 +151,6 @@ def test_starts_without_progress_halt_the_run(world) -> None:
     assert world.conduct() == 0
 
 
-def test_starts_are_counted_across_jobs(world) -> None:
-    world.slurm = replace(world.slurm, max_restarts_without_progress=1, on_actor_failure=OnFailure.end)
-    world.behaves(actor="exit 1")
-    assert world.conduct() == 1
-    assert world.conduct(ALIGNER_CONTINUES="41") == 78
-
-
 def test_sigusr1_stops_in_order_and_submits_the_successor(world) -> None:
     world.behaves(actor="trap 'reaches 5; says 75; exit 75' USR1; lasts")
     world.once_it_lasts(lambda: setattr(world.requests, "stop", True))
@@ -173,15 +165,7 @@ def test_sigusr1_stops_in_order_and_submits_the_successor(world) -> None:
 
 
 def test_a_step_that_takes_too_long_is_given_up(world) -> None:
-    world.slurm = replace(world.slurm, signal_seconds_before_end=10, abandon_seconds=9.7)
-    world.behaves(actor="trap '' USR1; lasts")
-    world.once_it_lasts(lambda: setattr(world.requests, "stop", True))
-    assert world.conduct() == 0
-    assert "stopped: its step took too long and was abandoned: the newest checkpoint is kept" in world.text()
-    assert "afterany:42" in world.lines("sbatch")[1] and world.living_steps() == []
-
-
-def test_the_end_of_the_jobs_time_shortens_what_the_actor_may_take(world) -> None:
+    """The end of the job's time shortens what the actor may take."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 5))
     world.slurm = replace(world.slurm, signal_seconds_before_end=600, abandon_seconds=4.0)
     world.behaves(actor="trap '' USR1; lasts", job=RUNNING.replace("2099-01-01T00:00:00", now))
@@ -189,6 +173,8 @@ def test_the_end_of_the_jobs_time_shortens_what_the_actor_may_take(world) -> Non
     assert world.conduct() == 0
     (asked,) = [line["seconds"] for line in world.history() if line["event"] == "stop_requested"]
     assert asked <= 1
+    assert "stopped: its step took too long and was abandoned: the newest checkpoint is kept" in world.text()
+    assert "afterany:42" in world.lines("sbatch")[1] and world.living_steps() == []
 
 
 @pytest.mark.parametrize("successor", [True, False])
@@ -215,10 +201,11 @@ def test_a_run_starts_where_no_gatekeeper_can_be_queued(world) -> None:
     assert "no job is queued to restart after a crash: " in world.text() and "name others in slurm.gatekeeper_options" in world.text()
 
 
-def test_a_gatekeeper_where_a_site_wants_it(world) -> None:
+def test_a_gatekeeper_where_a_site_wants_it_and_no_preflight(world) -> None:
     world.slurm = replace(world.slurm, gatekeeper_options=["--partition=cpu"], setup="module load python")
+    world.preflight = ("-m", "aligner.cli", "preflight", "demo")
     world.behaves(actor="finishes 10")
-    world.conduct()
+    assert world.conduct(ALIGNER_PREFLIGHT="0") == 0 and "preflight.1" not in world.starts()
     script = (world.run.jobs / "42" / "gatekeeper.sub").read_text()
     assert "\nmodule load python\n" in script and script.endswith(
         f"exec {sys.executable} -m aligner.cluster.slurm.following {world.run.jobs}/42\n"
@@ -250,13 +237,15 @@ def test_sigterm_ends_the_job_and_only_a_person_ends_the_run(world) -> None:
 
 
 def test_a_gatekeeper_looks_whether_going_on_helps(world) -> None:
-    world.slurm = replace(world.slurm, max_restarts_without_progress=0, on_actor_failure=OnFailure.end)
+    """Starts are counted across jobs."""
+    world.slurm = replace(world.slurm, max_restarts_without_progress=1, on_actor_failure=OnFailure.end)
     world.behaves(actor="exit 1")
-    assert world.conduct() == 78
+    assert world.conduct() == 1
+    assert world.conduct(ALIGNER_CONTINUES="41") == 78
     assert "it ended as halted" in world.gatekeeper()
     lines = [line for line in world.run.attempts.read_text().splitlines(keepends=True) if "job_ended" not in line]
     world.run.attempts.write_text("".join(lines))  # the node died before
-    assert "1 starts in a row produced no checkpoint newer than step 0" in world.gatekeeper()
+    assert "2 starts in a row produced no checkpoint newer than step 0" in world.gatekeeper()
     later = {**world.environ, "SLURM_JOB_ID": "50"}
     world.environ = later
     world.behaves(actor="finishes 10")
@@ -343,13 +332,6 @@ def test_a_preflight_that_crashed_is_run_again(world) -> None:
     assert world.conduct() == 2
     assert [start for start in world.starts() if start.startswith("preflight.")] == ["preflight.1", "preflight.2"]
     assert not [start for start in world.starts() if start.startswith("actor")]
-
-
-def test_preflight_can_be_left_out(world) -> None:
-    world.preflight = ("-m", "aligner.cli", "preflight", "demo")
-    world.behaves(actor="finishes 10")
-    assert world.conduct(ALIGNER_PREFLIGHT="0") == 0
-    assert "preflight.1" not in world.starts()
 
 
 def test_a_job_of_another_shape_is_refused(world) -> None:
