@@ -26,12 +26,6 @@ def composed(recipe: str, *overrides: str) -> OnlineRun:
     return compose(recipes()[recipe].config, recipe, ["data.train=x", *sizes, *overrides])
 
 
-@pytest.mark.parametrize("recipe", recipes())
-def test_a_number_of_ranks_that_is_none(recipe: str) -> None:
-    with pytest.raises(ConfigError, match="^num_processes=-1: must be at least 1$"):
-        compose(recipes()[recipe].config, recipe, ["num_processes=-1", "model.path=x", "data.train=x"])
-
-
 @pytest.mark.parametrize(("setting", "error"), [("temperature=-1.0", "must be finite and not negative"), ("top_p=0.0", "must be above 0")])
 def test_how_judgements_are_drawn(setting: str, error: str) -> None:
     with pytest.raises(ConfigError, match=f"^algorithm.judge_{re.escape(setting)}: {error}"):

@@ -30,6 +30,7 @@ OPENRLHF_PPO += " --actor.num_gpus_per_node 4 --critic.num_gpus_per_node 4 --rew
 OPENRLHF_GRPO = f"{OPENRLHF_PPO} --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8"
 OPENRLHF_SFT = "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset d.jsonl"
 LLAMA = {"stage": "sft", "model_name_or_path": "m", "finetuning_type": "lora", "template": "default", "dataset": "d.jsonl", "max_steps": 2}
+LLAMA_SFT = "llamafactory-cli train --stage sft --dataset d.jsonl --max_steps 2 --model_name_or_path"
 TRL = "--model_name_or_path m --dataset_name d.jsonl --max_steps 10 --per_device_train_batch_size 1"
 SCRIPTS = {
     "verl ppo": VERL_PPO,
@@ -124,7 +125,6 @@ def plan_scripts(folder: Path) -> int:
 
 
 def test_three_severities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """BAdam is another experiment, a template must be said, plots are cosmetic."""
     found = of_llama(tmp_path, use_badam=True, template="llama3", plot_loss=True, logging_steps=10)
     of_kind = {row.key: row.severity for row in found.rows}
     assert changed(found) == {"use_badam"} and of_kind["template"] is Severity.said
@@ -136,60 +136,40 @@ def test_three_severities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "cannot run or is another experiment (exit code 3)" in capsys.readouterr().out
     assert "# Changes the result: use_badam=true: not here" in (tmp_path / "mine.sh").read_text()
     assert "result" in [row["severity"] for row in json.loads((tmp_path / "mine.json").read_text())["rows"]]
-
-
-def test_adapters_on_packed_weights(tmp_path: Path) -> None:
-    found = of_llama(tmp_path, quantization_bit=4, use_dora=True, loraplus_lr_ratio=16.0)
-    assert not changed(found)
-    wanted = {"model.quantization": "nf4", "model.double_quantization": True, "model.lora.dora": True, "optimizer.loraplus_ratio": 16.0}
-    assert {key: found.settings[key] for key in wanted} == wanted
-
-
-def test_adapters_from_singular_vectors(tmp_path: Path) -> None:
-    for given, iterations in (({}, 16), ({"pissa_iter": 4}, 4), ({"pissa_iter": -1}, 0)):
-        found = of_llama(tmp_path, pissa_init=True, pissa_convert=True, **given)
-        assert not changed(found)
-        assert (found.settings["model.lora.init"], found.settings.get("model.lora.pissa_iterations", 0)) == ("pissa", iterations)
-    assert "model.lora.init" not in of_llama(tmp_path).settings
-
-
-def test_noise_on_embeddings_is_of_sft_alone(tmp_path: Path) -> None:
-    found = of_llama(tmp_path, neftune_noise_alpha=5.0)
-    assert not changed(found) and found.settings["algorithm.neftune_alpha"] == 5.0
-    assert changed(of_llama(tmp_path, neftune_noise_alpha=5.0, stage="dpo", pref_loss="sigmoid")) == {"neftune_noise_alpha"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(LLAMA))
+    assert migrate([str(tmp_path / "config.yaml")], MigrateOptions(ranks=2)) == 0
 
 
 @pytest.mark.parametrize(
     ("keys", "wanted"),
-    [({"optim": name}, {"optimizer.kind": "adam8bit"}) for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")]
-    + [({"use_muon": True, "finetuning_type": "full"}, {"optimizer.kind": "muon", "optimizer.distributed": False})],
+    [
+        *(({"optim": name}, {"optimizer.kind": "adam8bit"}) for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")),
+        ({"use_muon": True, "finetuning_type": "full"}, {"optimizer.kind": "muon", "optimizer.distributed": False}),
+        (
+            {"quantization_bit": 4, "use_dora": True, "loraplus_lr_ratio": 16.0},
+            {"model.quantization": "nf4", "model.double_quantization": True, "model.lora.dora": True, "optimizer.loraplus_ratio": 16.0},
+        ),
+        *(
+            ({"pissa_init": True, "pissa_convert": True} | given, {"model.lora.init": "pissa", "model.lora.pissa_iterations": iterations})
+            for given, iterations in (({}, 16), ({"pissa_iter": 4}, 4), ({"pissa_iter": -1}, None))
+        ),
+        ({"neftune_noise_alpha": 5.0}, {"algorithm.neftune_alpha": 5.0}),
+        ({}, {"model.lora.init": None}),
+    ],
 )
-def test_other_optimizers(keys: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_the_same_experiment(keys: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
     found = of_llama(tmp_path, **keys)
-    assert not changed(found) and {key: found.settings[key] for key in wanted} == wanted
-    assert loaded(found).optimizer.kind.value == wanted["optimizer.kind"]
+    assert not changed(found) and not found.is_other and {key: found.settings.get(key) for key in wanted} == wanted
+    assert "optimizer.kind" not in wanted or loaded(found).optimizer.kind.value == wanted["optimizer.kind"]
 
 
-def test_what_is_the_same_experiment(tmp_path: Path) -> None:
-    assert not of_llama(tmp_path).is_other and migrate([str(tmp_path / "config.yaml")], MigrateOptions(ranks=2)) == 0
-
-
-@pytest.mark.parametrize(
-    "keys", [{"use_badam": True}, {"val_size": 0.1}, {"image_max_pixels": 262144}, {"packing": True}, {"use_galore": True}]
-)
-def test_what_changes_the_result(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_what_changes_the_result(tmp_path: Path) -> None:
+    keys = {"val_size": 0.1, "image_max_pixels": 262144, "packing": True, "use_galore": True}
     assert changed(of_llama(tmp_path, **keys)) == set(keys)
+    assert changed(of_llama(tmp_path, neftune_noise_alpha=5.0, stage="dpo", pref_loss="sigmoid")) == {"neftune_noise_alpha"}
 
 
 # LLaMA-Factory
-
-
-@pytest.mark.parametrize(
-    ("name", "what"), [("Qwen/Qwen3-VL-4B-Instruct", "images"), ("Qwen/Qwen3-8B-AWQ", "quantized"), ("a/b-GPTQ-Int4", "quantized")]
-)
-def test_models_that_do_not_load(name: str, what: str, tmp_path: Path) -> None:
-    (question,) = (one for one in of_llama(tmp_path, model_name_or_path=name).stops if one.startswith("model.path"))
-    assert name in question and what in question
 
 
 def test_names_of_another_index_and_a_bound_of_each(tmp_path: Path) -> None:
@@ -225,7 +205,6 @@ def test_rewards_that_are_normalized_by_two_constants() -> None:
 
 
 def test_all_linear_layers_of_a_mixture() -> None:
-    """The default of two frameworks: the experts' too, if the model has some."""
     text = OPENRLHF_SFT.replace(" m ", " mistralai/Mixtral-8x7B-v0.1 ")
     found = of(f"{text} --ds.lora.rank 8")
     (row,) = (row for row in found.defaults if row.key == "target_modules")
@@ -240,16 +219,23 @@ def test_ranks_that_nobody_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "question"),
+    ("text", "question"),
     [
-        ("", "it cannot run as it is: reward.function.path=''"),
-        ("--train.agent_func_path agent.py", "environment.path=FILE.py:CLASS"),
-        ("--reward.remote_url ${WORK_DIR}/math_reward.py", "reward.function.path=${WORK_DIR}/math_reward.py:NAME"),
-        ("--reward.model_name_or_path rm --reward.stop_properly_penalty_coef 0.0", "a response that was cut gets another reward"),
+        (OPENRLHF_GRPO, "it cannot run as it is: reward.function.path=''"),
+        (f"{OPENRLHF_GRPO} --train.agent_func_path agent.py", "environment.path=FILE.py:CLASS"),
+        (f"{OPENRLHF_GRPO} --reward.remote_url ${{WORK_DIR}}/math_reward.py", "reward.function.path=${WORK_DIR}/math_reward.py:NAME"),
+        (f"{SCRIPTS['openrlhf grpo']} --reward.stop_properly_penalty_coef 0.0", "a response that was cut gets another reward"),
+        (GRPO, "reward.function.path: verl chooses compute_score"),
+        (SCRIPTS["verl grpo"], "reward.function.path=mine.py:compute_score"),
+        (f"python examples/scripts/ppo/ppo.py {TRL}", "reward.model.path, critic.model.path: reward_model_path is not given"),
+        (f"{LLAMA_SFT} Qwen/Qwen3-VL-4B-Instruct", "model.path=Qwen/Qwen3-VL-4B-Instruct: judging by its name, it reads images"),
+        (f"{LLAMA_SFT} Qwen/Qwen3-8B-AWQ", "model.path=Qwen/Qwen3-8B-AWQ: judging by its name, it has quantized weights"),
+        (f"{LLAMA_SFT} a/b-GPTQ-Int4", "model.path=a/b-GPTQ-Int4: judging by its name, it has quantized weights"),
     ],
 )
-def test_rewards_are_asked_for(words: str, question: str) -> None:
-    assert any(one.startswith(question) for one in of(f"{OPENRLHF_GRPO} {words}").stops)
+def test_what_a_command_cannot_say_is_asked_for(text: str, question: str) -> None:
+    (found,) = (one for one in of(text).stops if "the number of ranks" not in one)
+    assert found.startswith(question)
 
 
 def test_a_bound_of_the_records() -> None:
@@ -257,11 +243,6 @@ def test_a_bound_of_the_records() -> None:
     assert found.settings["data.train"] == [{"path": "d.jsonl", "max_records": 256}] and found.settings["loop.max_steps"] == 2
     several = of(f"{OPENRLHF_SFT.replace('d.jsonl', 'a.jsonl,b.jsonl')} --data.max_samples 256")
     assert changed(several) == {"data.dataset"}
-
-
-@pytest.mark.parametrize("name", ["ORG/prompts-v0.1", "ORG/NAME"])
-def test_names_of_the_hub_have_one_form(name: str) -> None:
-    assert of(OPENRLHF_SFT.replace("d.jsonl", name)).settings["data.train"] == name
 
 
 NODES = """#!/bin/bash
@@ -287,7 +268,6 @@ def test_a_job_whose_command_is_in_quotes(tmp_path: Path) -> None:
 
 
 def test_a_job_that_sources_its_command(tmp_path: Path) -> None:
-    """Followed where the script is beside it, and named where not."""
     (tmp_path / "job.sh").write_text(
         NODES
         + 'readonly training_script="train_dpo.sh"\nreadonly GPUS=8\nsource ./${training_script} slurm\n'
@@ -331,39 +311,6 @@ def test_all_models_share_the_gpus(words: str, servers: set[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["trl ppo", "trl grpo", "deepspeed-chat ppo"])
-def test_models_of_one_process_share_the_gpus(name: str) -> None:
-    found = of(SCRIPTS[name]).settings
-    assert found["placement"] == "colocated" and found["reward.num_processes"] == found["num_processes"] == 8
-    assert (found.get("critic.kind"), "critic.num_processes" in found) == (None if name == "trl grpo" else "model", False)
-
-
-OFFLOADED = dict.fromkeys(("optimizer.offload", "critic.optimizer.offload", "rollout.offload"), True)
-
-
-@pytest.mark.parametrize(
-    ("words", "settings"),
-    [
-        ("--reward.model_name_or_path rm", {"placement": "colocated"}),
-        ("--reward.remote_url mine.py", OFFLOADED),  # a function in the actor's processes: the run has no servers
-    ],
-)
-def test_a_critic_that_is_colocated_with_the_actor(words: str, settings: dict[str, Any]) -> None:
-    found = of(f"{OPENRLHF_PPO} {words} --train.colocate_all").settings
-    assert found["critic.kind"] == "model" and found["critic.num_processes"] == found["num_processes"] == 4
-    assert {key: found[key] for key in ("placement", *OFFLOADED) if key in found} == settings
-    assert "critic.kind" not in of(f"{OPENRLHF_PPO} {words}").settings
-
-
-@pytest.mark.parametrize(
-    ("inside", "field"), [("['question']", "extra_info.question"), ("[a,question]", "extra_info.a.question"), (None, "extra_info")]
-)
-def test_fields_inside_of_fields(inside: str | None, field: str) -> None:
-    words = "" if inside is None else f"+data.prompt_dict_keys={shlex.quote(inside)}"
-    found = of(f"{VERL_SFT} {words} data.prompt_key=extra_info data.response_key=x").settings
-    assert found["data.prompt_field"] == field and found["data.response_field"] == "x"
-
-
 def test_warm_up_in_whole_steps() -> None:
     """640 prompts, 64 a step, 10.5 epochs: 105 steps of 4 updates, of which int(10.5) warm up; of the critic int(9.45) steps of 2."""
     words = "data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16 critic.ppo_mini_batch_size=32"
@@ -374,40 +321,48 @@ def test_warm_up_in_whole_steps() -> None:
     assert row.note == "0.1 of 105 steps there: 10, of 4 updates each"
 
 
-def test_the_reward_of_a_data_source_is_asked_for() -> None:
-    assert any(one.startswith("reward.function.path: verl chooses compute_score") for one in of(GRPO).stops)
-    named = of(f"{GRPO} custom_reward_function.path=mine.py").stops
-    assert [one for one in named if "reward" in one] == [
-        one for one in named if one.startswith("reward.function.path=mine.py:compute_score")
-    ]
+OF_ONE_PROCESS = {"placement": "colocated", "num_processes": 8, "reward.num_processes": 8, "critic.num_processes": None}
+WITH_THE_ACTOR = {"critic.kind": "model", "critic.num_processes": 4, "num_processes": 4}
+OFFLOADED = dict.fromkeys(("optimizer.offload", "critic.optimizer.offload", "rollout.offload"), True)
 
 
 @pytest.mark.parametrize(
-    ("words", "settings"),
+    ("text", "settings"),
     [
         (
-            "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce",
+            f"{GRPO} algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce",
             {"algorithm.objective": "reinforce"},
         ),
         (
-            "actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.n=8"
+            f"{GRPO} actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.n=8"
             " actor_rollout_ref.rollout.val_kwargs.temperature=0.6",
             {"validation.num_samples": 8, "validation.temperature": 0.6},
         ),
-        ("data.train_max_samples=100", {"data.train": [{"path": "a.parquet", "max_records": 100}]}),
+        (f"{GRPO} data.train_max_samples=100", {"data.train": [{"path": "a.parquet", "max_records": 100}]}),
         (
-            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=12"
+            f"{GRPO} trainer.n_gpus_per_node=12 actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=12"
             " +actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=6",
             {"parallel.pp": 12, "parallel.last_stage_layers": 6},
         ),
         (
-            "trainer.experiment_name='run_${trainer.project_name}' trainer.project_name=p trainer.logger=[wandb]",
+            f"{GRPO} trainer.experiment_name='run_${{trainer.project_name}}' trainer.project_name=p trainer.logger=[wandb]",
             {"logging.wandb_run_name": "run_p"},
         ),
+        (f"{VERL_SFT} data.prompt_key=info data.response_key=x", {"data.prompt_field": "info", "data.response_field": "x"}),
+        (f"{VERL_SFT} data.prompt_key=info '+data.prompt_dict_keys=['question']'", {"data.prompt_field": "info.question"}),
+        (f"{VERL_SFT} data.prompt_key=info '+data.prompt_dict_keys=[a,question]'", {"data.prompt_field": "info.a.question"}),
+        (OPENRLHF_SFT.replace("d.jsonl", "ORG/prompts-v0.1"), {"data.train": "ORG/prompts-v0.1"}),
+        (SCRIPTS["trl ppo"], OF_ONE_PROCESS | {"critic.kind": "model"}),
+        (SCRIPTS["trl grpo"], OF_ONE_PROCESS | {"critic.kind": None}),
+        (SCRIPTS["deepspeed-chat ppo"], OF_ONE_PROCESS | {"critic.kind": "model"}),
+        (f"{SCRIPTS['openrlhf ppo']} --train.colocate_all", WITH_THE_ACTOR | {"placement": "colocated", "rollout.offload": None}),
+        # a function in the actor's processes: the run has no servers
+        (f"{OPENRLHF_PPO} --reward.remote_url mine.py --train.colocate_all", WITH_THE_ACTOR | OFFLOADED | {"placement": None}),
+        (SCRIPTS["openrlhf ppo"], {"critic.kind": None}),
     ],
 )
-def test_keys_of_verl(words: str, settings: dict[str, Any]) -> None:
-    found = of(f"{GRPO} {words}", ranks=12)
+def test_settings_of_a_command(text: str, settings: dict[str, Any]) -> None:
+    found = of(text)
     assert {key: found.settings.get(key) for key in settings} == settings and not found.is_refused
 
 
@@ -430,7 +385,6 @@ def test_arrays_with_sums(tmp_path: Path) -> None:
 
 
 def test_references_of_the_file_see_the_overrides(tmp_path: Path) -> None:
-    """`${int_div:...}` of a key that the command sets."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "gpt_ppo_actor.yaml").write_text(
         "trainer: {num_nodes: 1, devices: 8, ppo: {max_steps: 10}}\nmodel:\n  encoder_seq_length: 4096\n"
@@ -450,18 +404,12 @@ def test_references_of_the_file_see_the_overrides(tmp_path: Path) -> None:
 
 
 def test_validation_is_another_split_of_the_same_data() -> None:
-    """A file has no splits: the validation is left out, and asked for."""
     words = "trl/scripts/dpo.py --model_name_or_path m --eval_strategy steps --eval_steps 50"
     hub = of(f"python {words} --dataset_name ORG/NAME").settings
     assert (hub["data.validation"], hub["loop.validate_every"]) == ("ORG/NAME:test", 50)
     assert of(f"python {words} --dataset_name ORG/NAME --dataset_config main").settings["data.train"] == "ORG/NAME:main:train"
     file = of(f"python {words} --dataset_name d.jsonl")
     assert "loop.validate_every" not in file.settings and any("loop.validate_every=50 is left out" in one for one in file.open_questions)
-
-
-def test_ppo_without_a_reward_model() -> None:
-    found = of("python examples/scripts/ppo/ppo.py --model_name_or_path m --dataset_name d.jsonl --total_episodes 1000")
-    assert any(one.startswith("reward.model.path, critic.model.path: reward_model_path is not given") for one in found.stops)
 
 
 PROGRAM = '''"""
@@ -496,6 +444,7 @@ def test_programs_by_their_trainer(name: str, trainer: str, words: str, recipe: 
     assert found.recipe == recipe and found.settings["num_processes"] == 8
     (scripts / "run.sh").write_text(f"python {name} --model_name_or_path m --dataset_name d.jsonl {words}\n")
     assert of(str(scripts / "run.sh")).recipe == recipe
+    assert name == "my_own.py" or of(f"accelerate launch examples/scripts/{name} {TRL}").recipe == recipe  # which is not here
 
 
 @pytest.mark.parametrize("has_head", [True, False])
@@ -511,18 +460,10 @@ def test_a_policy_with_a_value_head(has_head: bool, tmp_path: Path) -> None:
     assert (found["critic.kind"], found.get("critic.head.coef")) == (("head", 0.3) if has_head else ("model", None))
     assert found["reward.model.path"] == "rm" and found.get("critic.model.path") == (None if has_head else "rm")
     assert found["optimizer.lr"] == found["critic.optimizer.lr"] == 2e-6
-
-
-def test_llama_factorys_critic_is_a_head() -> None:
     words = "--stage ppo --model_name_or_path m --dataset d --reward_model rm --learning_rate 1e-5"
-    found = of(f"llamafactory-cli train {words}").settings
+    found = of(f"llamafactory-cli train {words}").settings  # whose critic is always a head
     assert found["critic.kind"] == "head" and found["reward.model.path"] == "rm" and "critic.model.path" not in found
     assert found["critic.optimizer.lr"] == 1e-5 and found["placement"] == "colocated"
-
-
-@pytest.mark.parametrize(("name", "recipe"), [("gspo.py", "grpo"), ("sft_gpt_oss.py", "sft")])
-def test_examples_that_are_not_here(name: str, recipe: str) -> None:
-    assert of(f"accelerate launch examples/scripts/{name} {TRL}").recipe == recipe
 
 
 def test_programs_without_a_recipe() -> None:

@@ -203,5 +203,3 @@ def test_a_critic_with_the_reward_is_one_component() -> None:
     assert config.reward_service == "critic"
     with pytest.raises(ConfigError, match="critic.with_reward=true: the critic serves the reward; start no component for it"):
         serve_reward_model(config)
-    with pytest.raises(ConfigError, match="critic.parallel.tp=3"):
-        components(compose(recipes()["ppo"].config, "ppo_8b", [*given, "critic.parallel.tp=3"]))

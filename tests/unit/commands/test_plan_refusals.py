@@ -55,15 +55,8 @@ REFUSED = [
     ("spin", "actor", ["algorithm.batch_size=4"], "algorithm.batch_size=4: smaller than the 8 data-parallel replicas"),
     ("sft", "trainer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
     ("sft", "trainer", ["algorithm.batch_size=4"], "algorithm.batch_size=4: smaller than the 8 data-parallel replicas"),
-    (
-        "sft",
-        "trainer",
-        ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_comm_overlap=true"],
-        "parallel.tp_comm_overlap=true",
-    ),
+    ("sft", "trainer", OVERLAP, "parallel.tp_comm_overlap=true"),
     ("dpo", "trainer", ["algorithm.batch_size=4"], "algorithm.batch_size=4: smaller than the 8 data-parallel replicas"),
-    ("distill", "trainer", ["algorithm.batch_size=4"], "algorithm.batch_size=4: smaller than the 8 data-parallel replicas"),
-    ("steerlm2", "trainer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
     ("teacher_logprobs", "writer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
     ("generate", "writer", [VLLM, "rollout.sampling.stop_strings=[x]"], "rollout.sampling.stop_strings: not available with"),
     ("annotate", "writer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
@@ -120,7 +113,6 @@ def test_a_plan_says_what_the_run_would(recipe, component, settings, message, ta
 
 @pytest.mark.parametrize("recipe", RUNS)
 def test_good_settings_are_planned(recipe: str, task: Path, tmp_path: Path) -> None:
-    """What is refused above is refused for the settings that are named there."""
     config = compose(recipes()[recipe].config, recipe, overrides_of(recipe, task, tmp_path))
     assert {one.name for one in plan.components(config)} == RUNS[recipe]
 

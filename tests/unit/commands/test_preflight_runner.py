@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from aligner import cli
 from aligner.commands.preflight import framework
 from aligner.commands.preflight.allocation import Abandoned
 from aligner.commands.preflight.framework import Finding, Item, Level, Where
@@ -35,18 +34,17 @@ def test_what_needs_a_fatal_item_is_not_run_and_the_rest_is(context_of):
             item("c", needs=("b",)),
             item("d", level=Level.warning),
             item("e", needs=("d", "not chosen")),
+            item("f", failing(RuntimeError("odd"))),
         ]
     )
-    assert shown == [("a", Level.fatal), ("b", Level.not_run), ("c", Level.not_run), ("d", Level.warning), ("e", Level.ok)]
+    assert shown == [("a", Level.fatal), ("b", Level.not_run), ("c", Level.not_run), ("d", Level.warning), ("e", Level.ok)] + [
+        ("f", Level.fatal)
+    ]
     assert run.context.findings["a"].found == "model.path=x: no such directory"
     assert run.context.findings["c"].found == "needs b"
+    unexpected = run.context.findings["f"].found  # with its place
+    assert unexpected.startswith("RuntimeError: odd (at ") and "test_preflight_runner.py" in unexpected
     assert not run.has_hung and not run.lost
-
-
-def test_an_unexpected_error_is_fatal_with_its_place(context_of):
-    findings = framework.Runner(context_of()).run([item("a", failing(RuntimeError("odd")))])
-    assert findings["a"].level is Level.fatal
-    assert findings["a"].found.startswith("RuntimeError: odd (at ") and "test_preflight_runner.py" in findings["a"].found
 
 
 def test_a_check_that_hangs_is_left_behind_and_named(context_of, monkeypatch):
@@ -58,12 +56,6 @@ def test_a_check_that_hangs_is_left_behind_and_named(context_of, monkeypatch):
     assert findings["a"].level is Level.fatal and findings["b"].level is Level.ok
     assert findings["a"].found.startswith("did not finish within") and "(wait)" in findings["a"].found
     assert run.has_hung
-
-
-def test_within_passes_on_results_and_errors():
-    assert framework.within(5.0, lambda: 3, lambda: False) == 3
-    with pytest.raises(ConfigError, match="no"):
-        framework.within(5.0, lambda: failing(ConfigError("no"))(None), lambda: False)
 
 
 def test_a_rank_that_does_not_answer_is_lost(context_of, monkeypatch):
@@ -84,8 +76,3 @@ def test_a_wait_says_what_it_waited_for_and_ends_when_another_rank_failed(contex
     here.put("failed", 1)
     with pytest.raises(Abandoned):
         here.get("never", deadline=float("inf"), what="nothing")
-
-
-def test_the_command_refuses_items_that_do_not_exist(capsys):
-    assert cli.main(["preflight", "ppo", "--only", "rankz"]) == 2
-    assert capsys.readouterr().err.startswith("error: --only rankz: not an item; allowed: ranks, config")

@@ -112,7 +112,6 @@ def test_preflight(task: Path, template: str, context_of) -> None:
 
 
 def test_plan(task: Path) -> None:
-    """Judgements are sampled besides the responses; pairs are trained on, with a reference."""
     sizes = ["model.architecture.vocab_size=64", "algorithm.batch_size=4", "algorithm.group_size=3", "algorithm.num_judgements=2"]
     (actor,) = plan.components(config_of(task, *sizes))
     assert (actor.work.rows, actor.work.extra_rows, actor.work.update_rows, actor.work.unit) == (12, 24, 8, 2) and actor.has_reference
