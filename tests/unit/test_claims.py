@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from aligner import cli
 from aligner.algorithms.registry import composed, recipes
@@ -23,7 +24,7 @@ from aligner.losses.preference import DPOVariant
 from aligner.planner.report import JobPlan, gib, seconds
 from aligner.rollout.config import EngineKind
 from aligner.settings.command_line import read
-from aligner.settings.explain import groups_in
+from aligner.settings.explain import groups_in, synonyms
 from aligner.settings.schema import SchemaKey, is_known, named_as, schema_keys
 
 ROOT = Path(__file__).parents[2]
@@ -104,12 +105,18 @@ def false_claims(source: str, text: str, *, goes_on: bool = False) -> Iterator[s
             yield f"{source}: {match[0]}"
 
 
-def code(page: str) -> Iterator[str]:
+@cache
+def tokens(page: str) -> list[Token]:
+    return MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text())
+
+
+def blocks(page: str) -> list[str]:
+    return [token.content for token in tokens(page) if token.type in ("code_block", "fence")]
+
+
+def code(page: str) -> list[str]:
     """Code spans and blocks of a page."""
-    for token in MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text()):
-        yield from (child.content for child in token.children or () if child.type == "code_inline")
-        if token.type in ("code_block", "fence"):
-            yield token.content
+    return [child.content for token in tokens(page) for child in token.children or () if child.type == "code_inline"] + blocks(page)
 
 
 def messages(source: str) -> Iterator[tuple[str, bool]]:
@@ -147,15 +154,24 @@ def test_what_does_not_exist_is_found() -> None:
     assert list(false_claims("x", "rollout.asynchronous.mux_", goes_on=True)) == ["x: rollout.asynchronous.mux_"]
 
 
+def test_synonyms_are_of_settings_that_there_are_and_of_values_that_they_take() -> None:
+    assert synonyms().keys() == {"NeMo-Aligner", "TRL", "verl", "OpenRLHF", "field", "migrate"}
+    for project, table in synonyms().items():
+        for name, meaning in ((name, meaning) for name, meanings in table.items() for meaning in meanings):
+            named, _, note = meaning.partition(";")
+            assert named.strip() or note, f"{project}: {name} says nothing"
+            for key, equals, value in (part.strip().partition("=") for part in named.split(" and ") if part.strip()):
+                assert is_setting(key) and (not equals or takes(key, value)), f"{project}: {name}: {meaning}"
+
+
 def commands() -> list[tuple[str, str]]:
     """(page, command) for every line of a block that starts `aligner`, also under srun or with placeholders."""
     found = []
     for page in PAGES:
-        for token in MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text()):
-            if token.type in ("code_block", "fence"):
-                for line in re.sub(r"\\\n\s*", " ", token.content).splitlines():
-                    if match := re.match(r"(?:srun |\.venv/bin/)*(aligner [a-z].*)", line.strip()):
-                        found.append((page, match[1]))
+        for block in blocks(page):
+            for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                if match := re.match(r"(?:srun |\.venv/bin/)*(aligner [a-z].*)", line.strip()):
+                    found.append((page, match[1]))
     return found
 
 
@@ -232,9 +248,9 @@ def test_code_that_a_page_quotes_is_in_the_file_that_it_names() -> None:
     """A block whose first line is a comment with a path; `docs/extending.md` has such."""
     quoted = []
     for page in PAGES:
-        for token in MarkdownIt("commonmark").parse((ROOT / page).read_text()):
-            name, _, text = token.content.partition("\n")
-            if token.type == "fence" and (path := re.fullmatch(r"# ((?:aligner|tests|examples)/[\w./]+\.py)", name)):
+        for block in blocks(page):
+            name, _, text = block.partition("\n")
+            if path := re.fullmatch(r"# ((?:aligner|tests|examples)/[\w./]+\.py)", name):
                 quoted.append(path[1])
                 assert text in (ROOT / path[1]).read_text(), f"{page}: {text}"
     assert len(quoted) > 4

@@ -37,10 +37,6 @@ def inline(source: str) -> Iterator[Token]:
         yield from token.children or ()
 
 
-def code_spans(source: str) -> list[str]:
-    return [token.content for token in inline(source) if token.type == "code_inline"]
-
-
 def anchors(source: str) -> set[str]:
     """As code hosts make them of headings."""
     found, stream = set(), tokens(source)
@@ -77,22 +73,17 @@ def defined(path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_links_lead_to_files_and_headings(source: str):
-    for token in inline(source):
-        target = token.attrGet("href") if token.type == "link_open" else None
-        if target is None or re.match(r"[a-z]+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (ROOT / source).parent / path if path else ROOT / source
-        assert file.is_file(), f"{source}: {target}"
-        assert not anchor or anchor in anchors(str(file.resolve().relative_to(ROOT))), f"{source}: {target}"
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_files_that_are_named_exist(source: str):
+def test_links_lead_to_files_and_headings_and_files_that_are_named_exist(source: str):
     """`docs/running.md`, `aligner/cli.py`, and modules as `modules/heads.py`: below the repository, the package or the page itself."""
     folders = (ROOT, ROOT / "aligner", (ROOT / source).parent)
-    for span in code_spans(source):
+    for token in inline(source):
+        target = token.attrGet("href") if token.type == "link_open" else None
+        if target is not None and not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            file = (ROOT / source).parent / path if path else ROOT / source
+            assert file.is_file(), f"{source}: {target}"
+            assert not anchor or anchor in anchors(str(file.resolve().relative_to(ROOT))), f"{source}: {target}"
+        span = token.content if token.type == "code_inline" else ""
         if span not in WRITTEN and NAMED.fullmatch(span) and any((folder / span.split("/")[0]).is_dir() for folder in folders):
             assert any((folder / span).is_file() for folder in folders), f"{source}: `{span}`"
 
@@ -109,14 +100,10 @@ def test_what_the_tour_names_is_in_the_files_that_it_says():
     assert len(files) > 30
     for path, names in files.items():
         assert names and set(names) <= defined(path), f"docs/tour.md: {path} does not define {set(names) - defined(path)}"
-
-
-def test_the_tours_tables_have_all_names_of_its_text():
-    files = tour()
     listed = [name for names in files.values() for name in names]
     text, _ = (ROOT / "docs/tour.md").read_text().split("## Where it is")
     told = {span for span in re.findall(r"`([^`]+)`", text) if NAME.fullmatch(span)} - {"group_size"}
-    assert told == set(listed)
+    assert told == set(listed), "the tables have all names of the text"
     assert len(listed) == len(set(listed)), "a name is in two files"
 
 

@@ -172,10 +172,8 @@ def test_prints_and_tracebacks_of_a_guarded_process() -> None:
     "arguments",
     [
         ("data", "validate", "--kind", "sft", "{file}", "--tokenizer", "{digits}"),
-        ("data", "validate", "--kind", "prompts", "{file}", "--tokenizer", "{digits}"),
         ("data", "validate", "--kind", "\x1b[2J", "{file}"),
         ("data", "inspect", "{file}"),
-        ("data", "inspect", "{file}\x1b[2J\u202e"),
         ("train", "sft", "model.path=\x1b[\x1b[2J2J", "x\x9by=1"),
         ("no\x1b]0;T\x07such",),
         ("report", "run\x1b[8m\u202e"),
