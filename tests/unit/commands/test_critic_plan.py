@@ -1,4 +1,4 @@
-"""What a plan knows of a critic in the actor's processes (`critic.kind=model`, `head`): its memory and layout, and what is no component."""
+"""What a plan knows of a critic in the actor's processes (`critic.kind=model`, `head`): its memory and layout; and of steps without one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from aligner.algorithms.grpo import GRPOConfig, KLIn
 from aligner.commands.plan import command as plan
 from aligner.commands.plan.search import STALENESS, _arrangement
 from aligner.commands.programs import programs
 from aligner.errors import ConfigError
+from aligner.losses.advantages import Estimator
 from aligner.planner.dry_run import shard_parameters
 from aligner.planner.engine_memory import cache_bytes
 from aligner.planner.memory import Sizes, device_optimizer, head_bytes, resting_bytes, train_micro_batches
@@ -75,3 +77,20 @@ def test_a_head_is_a_layer_of_the_policy(on_ranks) -> None:
     assert (
         head_bytes(actor, passes, training=True) - head_bytes(without, passes, training=True) > states * 2
     )  # gathered once more, in bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "extra", "phases"),
+    [
+        ({}, 0, {Phase.ref_logprobs}),  # one update: the policy is the one that sampled
+        ({"mini_batch_size": 128, "kl_coef": 0.0}, 0, {Phase.logprobs}),
+        ({"advantage_estimator": Estimator.remax, "kl_in": KLIn.reward}, 64, {Phase.logprobs, Phase.ref_logprobs}),  # 64 are greedy
+        ({"kl_in": KLIn.reward, "kl_coef": 0.0}, 0, set()),
+    ],
+)
+def test_work_of_a_step_without_a_critic(settings: dict, extra: int, phases: set[Phase]) -> None:
+    config = plan.load("grpo", ["model=llama3_8b"])
+    actor, *_ = plan.components(replace(config, algorithm=GRPOConfig(**settings)))
+    assert (actor.work.rows, actor.work.extra_rows) == (512, extra)
+    assert set(actor.work.phases) == {Phase.generate, Phase.train} | phases
+    assert actor.has_reference == (Phase.ref_logprobs in phases)

@@ -32,8 +32,8 @@ def source(case: dict[str, Any], folder: Path) -> Source:
     return read(str(path))
 
 
-def settings(text: str, *, examples: int = 0) -> dict[str, Any]:
-    return migrated(read(text), examples=examples).settings
+def of(text: str, trains: str = "") -> Migration:
+    return migrated(read(text, trains=trains), examples=640)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -48,28 +48,6 @@ def test_every_key_has_a_row_and_the_recipe_takes_what_follows(case: dict[str, A
         assert key in text and (row.note or row.settings or row.kind in (Kind.same, Kind.mapped))
 
 
-def test_sizes_of_verl() -> None:
-    """Prompts there: 64 prompts of 5 responses are updates of 320 responses."""
-    words = "algorithm.adv_estimator=grpo data.train_batch_size=256 actor_rollout_ref.rollout.n=5"
-    words += " actor_rollout_ref.actor.ppo_mini_batch_size=64"
-    found = settings(
-        f"python3 -m verl.trainer.main_ppo {words} data.train_files=a.parquet actor_rollout_ref.model.path=m trainer.total_epochs=2",
-        examples=1000,
-    )
-    wanted = {"algorithm.prompts_per_step": 256, "algorithm.group_size": 5, "algorithm.mini_batch_size": 320, "loop.max_steps": 6}
-    assert wanted.items() <= found.items() and found["num_processes"] == 8
-
-
-def test_sizes_of_trl() -> None:
-    """4 rows a device, 8 accumulated, on 2 ranks: 64 an update; 3 epochs of 640 are 30 steps, of which a tenth warms up."""
-    words = (
-        "--model_name_or_path m --dataset_name d.jsonl --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --warmup_ratio 0.1"
-    )
-    found = settings(f"accelerate launch --num_processes 2 trl/scripts/sft.py {words}", examples=640)
-    wanted = {"algorithm.batch_size": 64, "loop.max_steps": 30, "optimizer.warmup_steps": 3, "num_processes": 2}
-    assert wanted.items() <= found.items()
-
-
 def test_sizes_of_nemo_aligner(tmp_path: Path) -> None:
     """The actor's script and its critic's are one run; the decay ends 20 of 80 optimizer steps before the end."""
     script = tmp_path / "ppo.sh"
@@ -79,7 +57,7 @@ def test_sizes_of_nemo_aligner(tmp_path: Path) -> None:
         "pretrained_checkpoint.restore_from_path=rm.nemo\n"
         f"python train_gpt_ppo_actor.py trainer.num_nodes=4 {actor} pretrained_checkpoint.restore_from_path=sft.nemo\n"
     )
-    found = settings(str(script))
+    found = of(str(script)).settings
     wanted = {"num_processes": 32, "critic.num_processes": 16, "critic.parallel.tp": 8, "optimizer.decay_steps": 60, "loop.max_steps": 10}
     assert wanted.items() <= found.items()
     assert found["model.path"] == "sft.nemo" and found["critic.model.path"] == found["reward.model.path"] == "rm.nemo"
@@ -115,7 +93,7 @@ WEIGHTED = [{"path": "a.jsonl", "weight": 0.3}, {"path": "b.jsonl", "weight": 0.
 )
 def test_several_data_sets_are_a_mixture(text: str, train: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME")
-    assert settings(text)["data.train"] == train
+    assert of(text).settings["data.train"] == train
     migrate([text], MigrateOptions(output=tmp_path / "mine.yaml"))
     written = yaml.safe_load((tmp_path / "mine.yaml").read_text())["data"]["train"]
     assert written == [one.replace("${HOME}", "${oc.env:HOME}") if isinstance(one, str) else one for one in train]
@@ -155,12 +133,6 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         migrated(read(text))
 
 
-def test_a_key_that_is_no_key() -> None:
-    found = migrated(read("trl sft --model_name_or_path m --dataset_name d.jsonl --lerning_rate 1"))
-    (row,) = (row for row in found.rows if row.kind is Kind.unknown)
-    assert row.key == "lerning_rate" and "not a key of TRL that is known here" in row.note
-
-
 # keys whose meaning only the other project's code has; numbers are worked out by hand
 
 LLAMA = "llamafactory-cli train --model_name_or_path m --dataset d"
@@ -170,10 +142,6 @@ VERL = (
     "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=m "
     "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
 )
-
-
-def of(text: str, trains: str = "") -> Migration:
-    return migrated(read(text, trains=trains), examples=640)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +167,22 @@ def of(text: str, trains: str = "") -> Migration:
             "",
             {"algorithm.rollouts_per_step": 16, "algorithm.mini_batch_size": 16, "loop.max_steps": 40, "algorithm.shaping.clip_low": -5.0},
         ),
+        # 64 prompts of 5 responses are updates of 320 responses; two epochs of 640 prompts are four steps
+        (
+            "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo"
+            " data.train_batch_size=256 actor_rollout_ref.rollout.n=5 actor_rollout_ref.actor.ppo_mini_batch_size=64"
+            " trainer.total_epochs=2",
+            "",
+            {"algorithm.prompts_per_step": 256, "algorithm.group_size": 5, "algorithm.mini_batch_size": 320, "loop.max_steps": 4}
+            | {"num_processes": 8},
+        ),
+        # 4 rows a device, 8 accumulated, on 2 ranks: 64 an update; 3 epochs of 640 are 30 steps, of which a tenth warms up
+        (
+            "accelerate launch --num_processes 2 trl/scripts/sft.py --model_name_or_path m --dataset_name d.jsonl"
+            " --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --warmup_ratio 0.1",
+            "",
+            {"algorithm.batch_size": 64, "loop.max_steps": 30, "optimizer.warmup_steps": 3, "num_processes": 2},
+        ),
         # its schedulers step after each training step, which has 256 / 64 updates, twice
         (
             f"{VERL} data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_epochs=2"
@@ -222,14 +206,17 @@ def of(text: str, trains: str = "") -> Migration:
             {"algorithm.correction.kind": "icepop", "algorithm.correction.high": 4, "algorithm.correction.low": 0.25},
         ),
     ],
-    ids=["simpo", "alpha", "adapters", "accumulated", "warmup", "peft", "adam8bit", "masked"],
+    ids=["simpo", "alpha", "adapters", "accumulated", "verl", "trl", "warmup", "peft", "adam8bit", "masked"],
 )
 def test_meanings_of_the_code(text: str, trains: str, wanted: dict[str, Any]) -> None:
     found = of(text, trains).settings
     assert {key: found.get(key) for key in wanted} == wanted
 
 
-def test_a_key_of_another_kind_of_training_is_not_unknown() -> None:
+def test_keys_that_are_unknown_and_keys_of_another_kind_of_training() -> None:
+    found = of("trl sft --model_name_or_path m --dataset_name d.jsonl --lerning_rate 1")
+    (row,) = (row for row in found.rows if row.kind is Kind.unknown)
+    assert row.key == "lerning_rate" and "not a key of TRL that is known here" in row.note
     rows = {row.key: row for row in of(f"{LLAMA} --stage sft --pref_beta 0.1 --ppo_epochs 2").rows}
     assert rows["pref_beta"].kind is Kind.same and "of dpo, kto" in rows["pref_beta"].note
     assert rows["ppo_epochs"].kind is Kind.same and rows["ppo_epochs"].settings == {}
