@@ -102,14 +102,11 @@ def test_the_components_of_a_job() -> None:
         "reward_model"
     ]
     assert "critic.server.host=0.0.0.0" not in spec("ppo_70b", "critic.server.host=10.0.0.7").components[0].program
+    with pytest.raises(ConfigError, match="dpo has 12 ranks: they must fill nodes of cluster.gpus_per_node=8"):
+        spec("dpo_70b", "num_processes=12", "parallel.tp=4", "parallel.pp=1", "parallel.vpp=1")
 
 
 _EVERYWHERE = ("critic.server.host=0.0.0.0", "reward.server.host=0.0.0.0")
-
-
-def test_ranks_must_fill_their_nodes() -> None:
-    with pytest.raises(ConfigError, match="dpo has 12 ranks: they must fill nodes of cluster.gpus_per_node=8"):
-        spec("dpo_70b", "num_processes=12", "parallel.tp=4", "parallel.pp=1", "parallel.vpp=1")
 
 
 @pytest.mark.parametrize(
@@ -285,10 +282,10 @@ def test_environments_of_steps_and_of_following_jobs() -> None:
     assert submission_environment(batch, "7") == {
         **{"HOSTNAME": "n1", "SLURM_CONF": "/etc/slurm.conf", "ALIGNER_CONTAINER": "x", "A": "b", "ALIGNER_CONTINUES": "7"}
     }
-
-
-def test_what_a_container_shares_with_its_host() -> None:
-    """The checkout, which is mounted; not the host's packages, which were built for another Python."""
+    assert export_option({"A": "b"}) == export_option({"SLURM_EXPORT_ENV": "ALL,A=b"}) == "--export=ALL"
+    batch = {"SLURM_EXPORT_ENV": "NONE", "ALIGNER_MOUNTS": "/a,/b", "ALIGNER_ATTEMPT": "6.0", "A": "b"}
+    assert export_option(batch) == "--export=ALIGNER_MOUNTS,ALIGNER_CONTINUES"
+    # A container shares the checkout, which is mounted; not the host's packages, which were built for another Python.
     batch = {"PYTHONPATH": "/me:/host/packages", "HOME": "/home/me", "PATH": "/bin"}
     inside = step_environment(batch, Path("/me"), in_container=True)
     assert (inside["PYTHONPATH"], inside["PYTHONNOUSERSITE"], inside["HOME"]) == ("/me", "1", "/home/me")
@@ -318,12 +315,6 @@ def test_options_of_containers(gpu: ContainerGpu, shown: list[str]) -> None:
     assert pyxis.index("--writable-tmpfs") < pyxis.index("python3") and not {"--nv", "--rocm"} & set(pyxis)
     with pytest.raises(ConfigError, match="container.options has 'writable'; allowed: options such as --writable-tmpfs"):
         ContainerConfig(options=["writable"])
-
-
-def test_what_a_following_job_is_given() -> None:
-    assert export_option({"A": "b"}) == export_option({"SLURM_EXPORT_ENV": "ALL,A=b"}) == "--export=ALL"
-    batch = {"SLURM_EXPORT_ENV": "NONE", "ALIGNER_MOUNTS": "/a,/b", "ALIGNER_ATTEMPT": "6.0", "A": "b"}
-    assert export_option(batch) == "--export=ALIGNER_MOUNTS,ALIGNER_CONTINUES"
 
 
 def command(folder: Path, name: str, text: str) -> None:
@@ -407,7 +398,7 @@ def test_a_script_of_other_settings_carries_them(capsys) -> None:
     assert "#SBATCH" in before and "#SBATCH" not in after and "python3" in after
 
 
-def test_a_script_keeps_choices_that_could_not_be_exported(tmp_path: Path) -> None:
+def test_a_script_keeps_choices_that_could_not_be_exported() -> None:
     choices = {"ALIGNER_CONTAINER": 'apptainer:/my "own" $image.sif', "ALIGNER_MOUNTS": "/a,/b"}
     text = render("ppo_smoke_cpu", spec("ppo_smoke_cpu"), title="t", variables=choices)
     said = 'echo "$ALIGNER_CONTAINER|$ALIGNER_MOUNTS"; exit'

@@ -10,7 +10,7 @@ import pytest
 from plan_parts import architecture
 
 from aligner.commands.parts import PlanOptions
-from aligner.commands.plan.search import _read, _Search, hours, run
+from aligner.commands.plan.search import _Search, hours, run
 from aligner.errors import ConfigError
 from aligner.models.config import Recompute
 from aligner.models.training.optimizer import OptimizerConfig
@@ -37,7 +37,6 @@ def test_sizes_are_parts_of_a_node_and_whole_nodes():
 
 @pytest.mark.parametrize(("layers", "pp", "ends"), [(94, 8, (11, 11)), (61, 16, (3, 2)), (6, 4, (1, 1)), (3, 8, (0, 0)), (5, 2, (3, 2))])
 def test_stages_where_layers_do_not_divide(layers: int, pp: int, ends: tuple[int, int]):
-    """All others have as many as the longest must."""
     assert uneven(layers, pp) == ends
     if ends[0]:
         assert sum(ends) + (pp - 2) * -(-layers // pp) == layers
@@ -64,12 +63,12 @@ def test_what_was_typed_stays():
     assert chosen["parallel.tp"] == "1" and chosen["rollout.max_batch_size"] == "64" and chosen["optimizer.offload"] == "false"
     critic = replace(own, name="critic")
     assert fixed.settings(critic)["critic.parallel.pp"] == "2"  # the critic's was not typed
-
-
-def test_a_typed_micro_batch_stays():
-    fixed, own = space("model.micro_batch_size"), component(num_ranks=16)
+    fixed = space("model.micro_batch_size")
     assert {model.micro_batch_size for model in fixed.models(own)} == {own.model.micro_batch_size}
     assert {model.recompute for model in fixed.models(own)} == set(Recompute)
+    # One row for each of 64 replicas: no larger micro-batch differs.
+    assert {model.micro_batch_size for model in space().models(component(num_ranks=64))} == {1}
+    assert {model.micro_batch_size for model in space().models(component(num_ranks=16))} == {1, 2, 4}
 
 
 def test_the_host_updates_where_it_may():
@@ -92,12 +91,6 @@ def test_all_weights_of_70b_fit_on_two_nodes_with_the_optimizer_on_the_host(on_r
     ((h100, h200),) = on_ranks(fastest_of_70b, 1, timeout=600)
     assert h100["settings"]["optimizer.cpu_offload"] == "true" and h100["fits"] and h100["gpus"] == 16
     assert h200["fits"] and "optimizer.cpu_offload" not in h200["settings"]  # it is not needed
-
-
-def test_micro_batches_that_a_replica_can_fill():
-    """One row for each of 64 replicas: no larger micro-batch differs."""
-    assert {model.micro_batch_size for model in space().models(component(num_ranks=64))} == {1}
-    assert {model.micro_batch_size for model in space().models(component(num_ranks=16))} == {1, 2, 4}
 
 
 def option(ranks: int, **seconds: float) -> Option:
@@ -128,17 +121,8 @@ def test_deadlines(deadline: str, expected: float):
 def test_deadlines_that_are_none(options: PlanOptions, message: str):
     with pytest.raises(ConfigError, match=message):
         hours(options)
-
-
-def test_options_without_a_search():
     with pytest.raises(ConfigError, match="^--steps 8: needs --search"):
         run("grpo", [], PlanOptions(steps=8))
-
-
-def test_values_as_they_are_typed():
-    assert (
-        _read(True, "false") is False and _read(3, "4") == 4 and _read(Recompute.none, "full") is Recompute.full and _read("a", "b") == "b"
-    )
 
 
 def test_presets_leave_their_sections_free():
@@ -146,13 +130,9 @@ def test_presets_leave_their_sections_free():
     search = _Search("grpo", ["model=llama3_8b", "cluster=dgx_h100", "parallel.tp=4", "reward={serve: false}"], PlanOptions(gpus=8))
     assert search.space.typed == {"parallel.tp", "reward"}
     assert search.space.is_free("model.recompute") and not search.space.is_free("reward.serve")
+    search.options = replace(search.options, gpus=12)
     with pytest.raises(ConfigError, match="--gpus 12: must fill nodes of cluster.gpus_per_node=8; allowed: 1, 2, 4, 8, 16, 24, ..."):
-        replace_gpus(search, 12)
-
-
-def replace_gpus(search: _Search, gpus: int) -> None:
-    search.options = replace(search.options, gpus=gpus)
-    search.found(0.0)
+        search.found(0.0)
 
 
 def fastest_of_70b() -> list[dict[str, Any]]:
