@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.algorithms.chains import ConstitutionConfig, JudgeConfig, Pairs
+from aligner.algorithms.chains import ConstitutionConfig, JudgeConfig, Pairs, check_constitution
 from aligner.algorithms.constitution import ConstitutionalAI
 from aligner.commands.plan import command as plan
 from aligner.commands.preflight import models
@@ -42,7 +42,6 @@ def test_the_plan(algorithm, judge, phases, rows, length, planned) -> None:
 
 
 def test_the_data_are_read_as_the_job_reads_them(task: Path, tmp_path: Path) -> None:
-    """The constitution too: its faults are found before anything starts."""
     tokenizer = load_tokenizer(task / "tokenizer")
     config = compose(ConstitutionalAI, "constitution", [f"data.train={task / 'prompts.jsonl'}", f"model.tokenizer={task / 'tokenizer'}"])
     prompts, report = load_sample(config, config.data.train, tokenizer)
@@ -81,8 +80,6 @@ def test_settings_that_do_not_fit() -> None:
 
 
 def test_principles_must_ask_for_what_the_job_does(planned) -> None:
-    from aligner.algorithms.chains import check_constitution
-
     asks = Constitution(principles=(Principle(name="a", question="?"),))
     with pytest.raises(DataError, match="no principle has critique_request"):
         check_constitution(asks, planned)

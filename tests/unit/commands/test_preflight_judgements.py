@@ -181,9 +181,6 @@ def test_summary_and_json():
     assert '"ready": false' in to_json("ppo", findings) and '"level": "fatal"' in to_json("ppo", findings)
     del findings["plan"]
     assert summary(findings) == "ready (1 warning: data)"
-
-
-def test_the_last_line_names_every_obstacle_in_one_line():
     findings = {
         "data": Finding(level=Level.fatal, found="x.jsonl:3: no JSON\nx.jsonl:9: no JSON" + " and so on" * 50, advice="mend it"),
         "plan": Finding(level=Level.fatal, found="needs 3 GiB more"),

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from aligner.commands.preflight import cluster, models, ranks, samples, sizing
+from aligner.commands.preflight import cluster, models, samples, sizing
 from aligner.commands.preflight.framework import Level
 from aligner.commands.preflight.sizing import host_bytes
 from aligner.errors import CheckpointError, ConfigError, DataError, ServerError
@@ -26,11 +26,6 @@ def run(context_of, settings):
     return lambda item, values=None, name="ppo": observed(item, context_of(settings(name, values)))
 
 
-def test_versions_are_read_without_imports(context_of):
-    found = ranks.own_versions()
-    assert found["numpy"].startswith("1.") and found["tensorrt-llm"] == "absent"
-
-
 def test_a_memory_limit_of_the_scheduler_counts(tmp_path):
     limit = tmp_path / "memory.max"
     limit.write_text("1048576\n")
@@ -43,18 +38,8 @@ def test_the_run_directory(run, tmp_path):
     found = run(cluster.filesystem)
     assert found.level is Level.ok and "1 node writes" in found.found
     assert not list((tmp_path / "run").glob(".preflight*"))
-
-
-def test_a_run_directory_that_others_may_write_to(run, tmp_path):
-    (tmp_path / "run").mkdir(mode=0o777)
     (tmp_path / "run").chmod(0o777)
     with pytest.raises(ConfigError, match="can be written by others"):
-        run(cluster.filesystem)
-
-
-def test_a_run_directory_that_is_a_file(run, tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="exists and is not a directory"):
         run(cluster.filesystem)
 
 
@@ -78,7 +63,7 @@ def test_a_server_on_loopback_whose_clients_are_on_other_nodes(run, monkeypatch)
     assert found.level is Level.fatal and "which every node has" in found.found and "0.0.0.0" in found.advice
 
 
-def test_tokenizers(run, task, tmp_path):
+def test_tokenizers(run, tmp_path):
     found = run(models.tokenizer)
     assert found.level is Level.ok and "actor: 41 tokens, without chat template; critic: 41 tokens" in found.found
     with pytest.raises(ConfigError, match=r"actor \(model\): tokenizer path is"):
@@ -99,7 +84,7 @@ def test_a_critic_with_another_tokenizer(run, task, tmp_path):
     assert found.level is Level.fatal and "the tokenizer of critic is not that of the actor" in found.found
 
 
-def test_data(run, task, tmp_path):
+def test_data(run, tmp_path):
     found = run(samples.data)
     assert found.level is Level.ok and "8 of 8 records used" in found.found
     bad = tmp_path / "bad.jsonl"
@@ -112,12 +97,8 @@ def test_data(run, task, tmp_path):
     long.write_text("".join(json.dumps({"prompt": "1" * size}) + "\n" for size in (4, 99, 99)))
     found = run(samples.data, {"data.train": str(long), "data.max_prompt_length": 16})
     assert found.level is Level.warning and "67% are left out" in found.found
-
-
-def test_only_the_beginning_of_the_data_is_read(run, tmp_path):
-    file = tmp_path / "d.jsonl"
-    file.write_text('{"prompt": "1"}\n' * samples.NUM_RECORDS + "not JSON\n")
-    assert f"{samples.NUM_RECORDS} of {samples.NUM_RECORDS} records used" in run(samples.data, {"data.train": str(file)}).found
+    long.write_text('{"prompt": "1"}\n' * samples.NUM_RECORDS + "not JSON\n")  # only the beginning is read
+    assert f"{samples.NUM_RECORDS} of {samples.NUM_RECORDS} records used" in run(samples.data, {"data.train": str(long)}).found
 
 
 def test_rewards(run, tmp_path):
@@ -158,7 +139,7 @@ def test_the_vocabulary_of_a_model_without_weights_is_planned_with(settings):
 
 
 @pytest.mark.cpu
-def test_whose_layers_the_models_get(run, context_of, settings, monkeypatch):
+def test_whose_layers_the_models_get(run):
     found = run(models.layers)
     assert found.level is Level.ok and found.found.startswith("layers are torch's (there is no GPU)")
     found = run(models.layers, {"cluster.device": Device.gpu})

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs.sources import model_digest, pinned
+from aligner.models.checkpoint import files
 from aligner.models.config import ModelConfig
 
 
@@ -18,8 +20,6 @@ def session(path: Path):
 
 def checkpoints(folder: Path, *steps: int) -> Path:
     """A folder of complete checkpoints as far as finding them goes; `latest` is the last of `steps`."""
-    from aligner.models.checkpoint import files
-
     folder.mkdir(exist_ok=True)
     for step in steps:
         own = files.step_directory(folder, step)
@@ -30,8 +30,6 @@ def checkpoints(folder: Path, *steps: int) -> Path:
 
 
 def test_the_first_start_decides(topology, tmp_path):
-    from aligner.jobs.sources import pinned
-
     run, source = tmp_path / "run", checkpoints(tmp_path / "sft", 3)
     run.mkdir()
     first = pinned(session(run), "model", ModelConfig(path=str(source)))
@@ -47,8 +45,6 @@ def test_the_first_start_decides(topology, tmp_path):
 
 
 def test_a_model_of_the_hub_is_pinned_by_its_commit(topology, tmp_path):
-    from aligner.jobs.sources import model_digest, pinned
-
     def cached(cache: str, commit: str) -> ModelConfig:
         directory = tmp_path / cache / "models--org--name" / "snapshots" / commit
         directory.mkdir(parents=True)
@@ -66,7 +62,5 @@ def test_a_model_of_the_hub_is_pinned_by_its_commit(topology, tmp_path):
 
 
 def test_random_weights_have_no_source(topology, tmp_path):
-    from aligner.jobs.sources import pinned
-
     assert pinned(session(tmp_path), "model", ModelConfig()) == ModelConfig()
     assert not (tmp_path / "sources").exists()

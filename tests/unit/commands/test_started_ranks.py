@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,14 @@ class Started(Exception):
     """The check let it pass."""
 
 
+@cache  # a composition takes a second
+def config_of(*settings: str) -> Any:
+    models = ["model.path=x", "critic.model.path=x", "reward.model.path=x"]
+    return composed("ppo", [*models, "reward.serve=true", "data.train=x", *settings])
+
+
 def begin(monkeypatch: pytest.MonkeyPatch, component: str, num_ranks: int, *settings: str) -> None:
-    config: Any = composed(
-        "ppo", ["model.path=x", "critic.model.path=x", "reward.model.path=x", "reward.serve=true", "data.train=x", *settings]
-    )
+    config = config_of(*settings)
     world = World(rank=0, world_size=num_ranks, local_rank=0, local_world_size=num_ranks, source=LaunchSource.torchrun)
 
     def initialize(*_: object, **__: object) -> World:

@@ -1,23 +1,62 @@
-"""`aligner data validate`: what it prints, and its exit code."""
+"""`aligner data`: what it prints, its exit code, and that it reads the data of every recipe as its job reads them."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from aligner import cli
+from aligner.algorithms.registry import recipes
+from aligner.commands.validate_data import KINDS, inspect, kinds_of
+from aligner.data.forms import HELPSTEER_ATTRIBUTES
 from aligner.data.inspection import Row, View, duplicates, histogram, lengths_of, render
+from aligner.data.tokenizer import Tokenizer, load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from conftest import TEMPLATE, write_tokenizer  # noqa: E402
 
+SFT = {"prompt": "a", "response": "b"}
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+TURNS = [{"from": "User", "value": "a"}, {"from": "Assistant", "value": "b", "label": "quality:4"}]
+LABELLED = {"system": "", "conversations": TURNS, "mask": "User", "type": "VALUE_TO_TEXT"}
+LOGS = {"log(P(a|x,y))": -1, "log(P(y|x))": -2, "log(Q(y|a,x))": -3.5}
+GROUP = {"system": "", "prompt_turns": TURNS[:1], "label": "quality:4", "responses": [{"from": "Assistant", "value": t} for t in "bc"]}
+PROPOSED = GROUP | {"responses": [one | LOGS for one in GROUP["responses"]]}
+DISTILLED = {"tokens": [1, 5], "labels": [5, 6], "loss_mask": [0, 1], "topk_logits": [[0], [-1]], "topk_token_ids": [[5], [6]]}
+ASKED = "<bos><extra_id_0>System\n\n<extra_id_1>User\na\n<extra_id_1>Assistant\n"
+ENDED = "\n<extra_id_1><eos>]]"
 
-@pytest.fixture
-def tokenizer(tmp_path) -> Path:
-    return write_tokenizer(tmp_path / "tokenizer", pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE)
+# A record of every recipe, and its rows as they are shown; of all others the record is a prompt.
+RECORDS: dict[str, tuple[dict, list[str]]] = {
+    **dict.fromkeys(("sft", "teacher_logprobs", "spin"), (SFT, ["<bos>a[[b<eos>]]"])),
+    **dict.fromkeys(("reward_model", "dpo"), (PAIR, ["<bos>a[[b<eos>]]", "<bos>a[[c<eos>]]"])),
+    "kto": ({"prompt": "a", "response": "b", "preference": True}, ["<bos>a[[b<eos>]]"]),
+    "regression_reward_model": (LABELLED, [f"<bos>[[{ASKED[5:]}b\n<extra_id_2>]]"]),
+    "process_reward_model": ({"prompt": "a", "steps": ["b"], "labels": [1]}, ["<bos>ab[[\n]]"]),
+    "steerlm": (LABELLED, [f"{ASKED}<extra_id_2>quality:4\n[[b{ENDED}"]),
+    "steerlm2": (PROPOSED, [f"{ASKED}<extra_id_2>quality:4\n[[{text}{ENDED}" for text in "bc"]),
+    "proposals": (GROUP, [f"{ASKED}<extra_id_2>quality:4\n[[{text}{ENDED}" for text in "bc"]),
+    "generate": (LABELLED, [f"{ASKED}<extra_id_2>quality:4\n"]),
+    "annotate": (LABELLED, [f"{ASKED}b\n<extra_id_2>"]),
+    "constitution": ({"prompt": "a"}, ["<bos>\n\nHuman: a\n\nAssistant:"]),
+    "distill": (DISTILLED, ["<bos> [[!]]"]),
+}
+PROMPT = ({"prompt": "a", "answer": "b"}, ["<bos>a"])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "t"
+    return write_tokenizer(folder, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer: Path) -> Tokenizer:
+    return load_tokenizer(tokenizer)
 
 
 def write(path: Path, *records: object) -> str:
@@ -140,3 +179,96 @@ def test_spaces_at_borders_are_kept():
 
     row = Row(tokens=(1, 2, 3, 4), loss_mask=(False, True, True, False))
     assert render(row, Spaces()) == "w1[[ w2 w3]] w4"
+
+
+def config_of(recipe: str, path: str, **data: object):
+    config = recipes()[recipe].config()
+    return replace(config, data=replace(config.data, train=path, **data))
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_every_recipe(recipe: str, tmp_path: Path, chat: Tokenizer) -> None:
+    record, rows = RECORDS.get(recipe, PROMPT)
+    path = write(tmp_path / "d.jsonl", record, "{oops", record)
+    finding, views = inspect(config_of(recipe, path), path, chat)
+    assert [render(row, chat) for row in views[0].rows] == rows
+    assert finding.report.num_bad == 1 and finding.report.problems[0].startswith(f"{path}:2: ")
+    assert finding.repeated == [(f"{path}:3", f"{path}:1")]
+
+
+def test_every_kind_is_of_a_recipe() -> None:
+    assert set(KINDS.values()) <= set(recipes()) and set(RECORDS) <= set(recipes())
+
+
+def test_spin_reads_what_its_job_reads(tmp_path: Path, chat: Tokenizer) -> None:
+    """The last response alone; a prompt that is too long for the rollouts is left out and counted, a last turn of the user is bad."""
+    chats = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))]
+    asked = LABELLED | {"conversations": [*TURNS, TURNS[0]]}
+    path = write(tmp_path / "d.jsonl", {"messages": chats}, {"prompt": "a" * 30, "response": "b"}, asked)
+    finding, (view,) = inspect(config_of("spin", path, max_prompt_length=20), path, chat)
+    assert [render(row, chat) for row in view.rows] == ["<bos><u>a<a>b<eos>\n<u>c<a>[[d<eos>]]"]
+    assert finding.report.num_too_long == 1
+    assert finding.report.problems == (f"{path}:3: ends with a turn that is not learnt, expected a response at the end",)
+
+
+def test_log_probs_are_shown(tmp_path: Path, chat: Tokenizer) -> None:
+    path = write(tmp_path / "d.jsonl", PROPOSED)
+    _, (view,) = inspect(config_of("steerlm2", path), path, chat)
+    assert [row.note for row in view.rows] == [f"response {n}: log P(a|x,y) + log P(y|x) -3, log Q(y|a,x) -3.5" for n in (1, 2)]
+
+
+# aligner data inspect: the form, how fields are used, and samples
+
+CONVERSATION = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.fixture
+def inspected(tmp_path, capsys):
+    def run(*records: object, options: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        path = tmp_path / "d.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        code = cli.main(["data", "inspect", str(path), *options])
+        said = capsys.readouterr()
+        return code, said.out.replace(str(path), "d.jsonl"), said.err.replace(str(path), "d.jsonl")
+
+    return run
+
+
+def test_form_fields_and_samples(inspected):
+    record = {"instruction": "Translate", "input": "dog", "output": "Hund ü", "system": "Be brief", "id": 1}
+    code, out, _ = inspected(*[record] * 5)
+    assert code == 0 and "d.jsonl: read as sft (also good for prompts: --kind)\n  form alpaca {instruction, input?, output" in out
+    assert "    system, instruction, input, output: the conversation\n  fields that are not used: id (5 records)\n" in out
+    asked = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nTranslate\n\ndog<|im_end|>\n<|im_start|>assistant\n"
+    sample = f"{asked}[[Hund ü<|im_end|>]]\n"
+    assert out.count(sample) == 3
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({"conversations": CONVERSATION[:1], "chosen": CONVERSATION[1], "rejected": CONVERSATION[1] | {"value": "b"}}, "preference"),
+        ({"prompt": "q", "completion": "a", "label": False}, "kto"),
+        ({"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}, "steps"),
+        ({"text": "q"}, "sft"),
+        ({"prompt": "q", "answer": "a"}, "prompts"),
+        ({"prompt": "q", "response": "a"} | dict.fromkeys(HELPSTEER_ATTRIBUTES, 1), "regression"),
+    ],
+)
+def test_what_a_form_is_good_for(tmp_path, record, kind):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(record))
+    assert kinds_of(str(path))[0] == kind
+
+
+def test_a_kind_may_be_named_and_bad_records_are_shown(inspected):
+    code, out, _ = inspected({"prompt": "q", "answer": "1"}, {"prompt": ""}, options=("--kind", "prompts"))
+    assert code == 1 and "    answer: the answer, for reward functions\n" in out
+    assert "bad: d.jsonl:2: field 'prompt' is ''" in out and "1 of the first 2 records can be used, 1 bad" in out
+
+
+def test_an_unknown_form_is_refused_with_its_fields(inspected):
+    code, _, err = inspected({"question": "q"})
+    assert code == 2 and err.startswith(
+        "error: d.jsonl:1: has the fields ['question'], expected those of a form: prompt_response {prompt, "
+    )
