@@ -8,9 +8,7 @@ import plan_parts
 import pytest
 from plan_parts import architecture, memory_of, work
 
-from aligner.algorithms.sft import TrainSFT
 from aligner.errors import ConfigError
-from aligner.files import conf_directory
 from aligner.models.config import Dtype, LoraConfig, Recompute
 from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.micro_batches import MicroBatching, plan
@@ -20,7 +18,6 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import check, engine_weight_bytes
 from aligner.planner.workload import GIB, BlockBytes, Component, Engine, Parameter, Phase, ResponseLengths, StateBytes
 from aligner.rollout.config import EngineKind, Kernels, Precision, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
-from aligner.settings.compose import compose
 from aligner.types import SamplingConfig
 
 CLUSTER = ClusterConfig(
@@ -419,14 +416,6 @@ def test_bad_clusters(change: dict, text: str) -> None:
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (conf_directory() / "cluster").glob("*.yaml")))
-def test_shipped_clusters(name: str) -> None:
-    cluster = compose(TrainSFT, "sft", ["data.train=x", f"+cluster={name}"]).cluster
-    assert cluster.device == (Device.cpu if name == "laptop" else Device.gpu)
-    if cluster.device == Device.gpu:
-        assert cluster.gpus_per_node == 8 and cluster.nvlink_gb_per_second > cluster.network_gb_per_second
-
-
 def test_memory_of_generation() -> None:
     """Hidden size 64, feed-forward 128, 8 layers, 4 key-value heads of 8 numbers, bfloat16; 2 replicas' worth of 32 sequences each."""
     engine = plan_parts.engine(tp=8, max_batch_size=4, prefill_chunk_tokens=100)
@@ -464,18 +453,8 @@ def test_seconds_of_a_vision_tower() -> None:
     another one 16. At 1 TFLOP/s and 1 TB/s."""
     own = plan_parts.component()
     fast = ClusterConfig(bf16_tflops=1.0, achievable_flops=1.0, achievable_attention=1.0, hbm_gb_per_second=1e3, achievable_bandwidth=1.0)
-    sizes = {
-        "kept": 0,
-        "held": 0,
-        "working": 0,
-        "forward": 0,
-        "fixed": 0,
-        "patches": 4,
-        "depth": 2,
-        "width": 8,
-        "windowed": 1,
-        "window": 16,
-    }
+    sizes = dict.fromkeys(("kept", "held", "working", "forward", "fixed"), 0)
+    sizes |= {"patches": 4, "depth": 2, "width": 8, "windowed": 1, "window": 16}
     tower = workload.Tower(flops=1000, trained_flops=3000, **sizes)
     products, scores, moved = 256 * 1000, 4 * 1024 * (512 + 16) * 8, layers.HIDDEN_PASSES * 1024 * 8 * 2 * 2
     expected = (products + scores + moved) * 1e-12

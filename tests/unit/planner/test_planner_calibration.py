@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +68,6 @@ def test_what_is_written_besides_and_which_time_counts():
     assert {name: seconds - plain[name] for name, seconds in one.planned(cluster).items()} == pytest.approx({STEP: 1.5, "train": 1.5})
     assert one.factor(cluster) == pytest.approx(one.planned(cluster)[STEP] / 10)
     assert replace(one, measured={"train": 4.0}).factor(cluster) == pytest.approx(one.planned(cluster)["train"] / 4)
-    assert math.isclose(error(1.25), error(0.8))
 
 
 @pytest.mark.parametrize(

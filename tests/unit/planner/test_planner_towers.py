@@ -86,13 +86,8 @@ def test_flops_of_every_tower_are_those_that_torch_counts(name: str, tmp_path: P
         assert bool(parts) == (of_step > expected)
 
 
-def test_flops_of_a_tower_by_hand(tmp_path: Path) -> None:
-    """Qwen3-VL's, of two layers of 32 numbers, of which each has a merger behind it: a feature stands for 4 patches of 96 numbers."""
+def test_a_tower_that_is_recomputed_computes_four_times(tmp_path: Path) -> None:
     _, tower = planned("qwen3_vl", tmp_path, freeze=[])
-    layer = 32 * (3 * 32 + 32) + 2 * 32 * 48  # queries, keys, values; what comes out of attention; the feed-forward part
-    merger = 128 * 128 + 128 * 32
-    of_patches, of_features = 2 * 4 * (96 * 32 + 2 * layer), 2 * 3 * merger
-    assert tower.flops == of_patches + of_features and tower.trained_flops == 3 * tower.flops
-    assert (tower.patches, tower.depth, tower.width, tower.windowed) == (4, 2, 32, 0)
+    assert tower.trained_flops == 3 * tower.flops and (tower.patches, tower.depth, tower.width, tower.windowed) == (4, 2, 32, 0)
     _, again = planned("qwen3_vl", tmp_path, freeze=[], recompute=Recompute.full)
     assert again.flops == tower.flops and again.trained_flops == 4 * tower.flops

@@ -11,7 +11,7 @@ from aligner.errors import DataError
 from aligner.reporting.config import LoggingConfig, Progress
 from aligner.reporting.formats import Column, Goal
 from aligner.reporting.jsonl import read_metrics
-from aligner.reporting.reporter import Reporter, SilentReporter
+from aligner.reporting.reporter import Reporter
 from aligner.reporting.rollout_table import SampleRow, write_rows
 from aligner.reporting.run_view import RunView
 from aligner.types import FinishReason
@@ -54,15 +54,6 @@ def test_an_error_inside_closes_everything(tmp_path: Path) -> None:
         raise KeyError("bug")
     assert "\x1b[?25l" in stream.getvalue()  # cursor hidden ...
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # ... and given back
-
-
-def test_the_silent_reporter_takes_the_same_calls() -> None:
-    with SilentReporter() as reporter:
-        reporter.log(1, {"a": 1.0})
-        reporter.table(1, _ROWS)
-        reporter.note("x")
-    public = {name for name in vars(Reporter) if not name.startswith("_")}
-    assert public == {name for name in vars(SilentReporter) if not name.startswith("_")}
 
 
 def test_summary(tmp_path: Path) -> None:
@@ -129,7 +120,6 @@ def _line(step: int) -> str:
 
 
 def test_a_view_of_a_run_under_way(tmp_path: Path) -> None:
-    """Its last lines are half written."""
     (tmp_path / "metrics.jsonl").write_text(f"{_line(1)}\n{_line(2)}\n" + '{"step": 3, "ti')
     write_rows(tmp_path / "validation", 0, _ROWS[:1])
     write_rows(tmp_path / "validation", 2, _ROWS[:2])
