@@ -59,27 +59,18 @@ def requirements(file: str) -> dict[str, Requirement]:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_pins_are_within_the_bounds_of_setup(name):
+def test_every_installation_is_pinned_within_the_bounds_of_setup(name):
+    """A name alone, under the file of versions or what docker/image.py makes of it; and everything that setup.py requires is there."""
     needed, pinned = requirements(name), pins(name)
     assert len(pinned) >= 6
     outside = {pin: number for pin, number in pinned.items() if pin in needed and not needed[pin].specifier.contains(number)}
     assert not outside, {pin: str(needed[pin]) for pin in outside}
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_everything_that_setup_requires_is_there(name):
-    from_the_base = FROM_THE_BASE if name == "Dockerfile" else set()
-    assert requirements(name).keys() - pins(name).keys() <= from_the_base
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_every_installation_is_pinned(name):
-    """A name alone, under the file of versions or what docker/image.py makes of it."""
+    assert needed.keys() - pinned.keys() <= (FROM_THE_BASE if name == "Dockerfile" else set())
     for words in installations(name):
         named = packages(words)
         assert not named or "/constraints.txt" in " ".join(words) or "docker/versions.txt" in " ".join(words), words
         assert not any("==" in word for word in words), words
-        assert named <= pins(name).keys()
+        assert named <= pinned.keys()
     assert not re.search(r"[=<>]=\d", (ROOT / name).read_text())
 
 
@@ -135,15 +126,11 @@ def image():
     return runpy.run_path(str(ROOT / "docker" / "image.py"))
 
 
-def test_requirements_that_are_not_met(image):
+def test_requirements_and_constraints_of_the_image_script(image, tmp_path, monkeypatch, capsys):
     unmet = image["unmet"]
-    assert unmet(["pytest>=1", "torch>=2; extra == 'gpu'"], "x", ()) == []
-    assert unmet(["no-such-package>=1; extra == 'gpu'"], "x", ()) == []
+    assert unmet(["pytest>=1", "torch>=2; extra == 'gpu'"], "x", ()) == unmet(["no-such-package>=1; extra == 'gpu'"], "x", ()) == []
     assert unmet(["no-such-package>=1; extra == 'gpu'"], "x", ("gpu",))[0].startswith("no-such-package is not installed, x needs")
     assert "x needs pytest<1" in unmet(["pytest<1"], "x", ())[0]
-
-
-def test_the_commands_of_the_image_script(image, capsys):
     assert image["main"](["constraints", "Pytest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == sorted(lines, key=lambda line: line.partition("==")[0])
@@ -151,9 +138,6 @@ def test_the_commands_of_the_image_script(image, capsys):
     assert not any(line.startswith("packaging==") for line in image["constraints"](["packaging"]))  # free, and not pinned
     assert image["main"](["needs", "pytest"]) == 0
     assert image["main"](["nonsense"]) == 2
-
-
-def test_what_is_installed_comes_before_what_is_pinned(image, tmp_path, monkeypatch):
     (tmp_path / "versions.txt").write_text("# why\npytest==0.1\nno_such.package==7.5\npackaging==0.2  # of old\n")
     monkeypatch.setitem(image["constraints"].__globals__, "PINS", tmp_path / "versions.txt")
     lines = image["constraints"](["packaging"])

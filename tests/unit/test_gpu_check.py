@@ -74,12 +74,9 @@ def test_every_stage_is_a_function_and_every_figure_has_one_name() -> None:
     assert all(stage.needs in ("", *PACKAGES) and stage.uses in ("", *PACKAGES) for stage in STAGES)
 
 
-def test_each_half_fits_into_a_call_of_ten_minutes() -> None:
+def test_stages_come_in_order_of_risk_and_each_half_fits_into_a_call_of_ten_minutes() -> None:
     for half in (1, 2):
         assert sum(stage.seconds for stage in STAGES if stage.half == half) + SETUP_SECONDS <= HALF_SECONDS < 600
-
-
-def test_stages_come_in_order_of_risk() -> None:
     first = ["environment", "numbers", "kernels", "flash_attn", "varlen_attn", "sft_bits", "gap", "two_ranks", "ppo", "speed"]
     assert [stage.name for stage in STAGES if stage.half == 1] == first
     assert [stage.name for stage in STAGES if stage.half == 2][:3] == ["transformer_engine", "vllm", "tensorrt_llm"]
@@ -100,16 +97,9 @@ def test_a_goal_says_whether_a_value_meets_it() -> None:
 def test_what_must_be_and_is_not_is_a_problem_and_an_aim_is_not() -> None:
     stage = STAGES_BY_NAME["ppo"]
     good = {figure.name: float((figure.goal or "<= 1").split()[1]) for figure in stage.figures}
-    cases = {
-        "": good,
-        "gave no figure": dict(list(good.items())[:-1]),
-        "missed: PPO: reward": good | {"PPO: reward of the last steps": 0.0},
-    }
-    cases["missed: PPO: device memory left"] = good | {"PPO: device memory left behind, GiB": float("nan")}
-    for problem, figures in cases.items():
-        outcome = Outcome(figures=figures)
-        judge(stage, outcome)
-        assert outcome.problem.startswith(problem) and bool(outcome.problem) == bool(problem)
+    missed = Outcome(figures=good | {"PPO: device memory left behind, GiB": float("nan")})
+    judge(stage, missed)
+    assert missed.problem.startswith("missed: PPO: device memory left")
     aims = Outcome(figures=good | {"PPO: device memory of all processes at most, GiB": 40.0})
     judge(stage, aims)
     assert aims.problem == "" and "Triton's own contexts" in advice(stage, aims)[0]

@@ -1,4 +1,5 @@
-"""What names a version and what runs the tools agree: setup.py, CITATION.cff, CHANGELOG.md, Makefile, pre-commit, hosted CI."""
+"""What names a version and what runs the tools agree: setup.py, CITATION.cff, CHANGELOG.md, Makefile, pre-commit, hosted CI; and the
+pins fit: everything that a run may need imports in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import versions
 import yaml
+from same_numbers import CASES
 
 import aligner
 
@@ -64,8 +67,45 @@ def test_hosted_ci_runs_the_projects_own_on_every_python_that_is_supported(monke
     assert jobs["tests"]["strategy"]["matrix"]["python"] == said
 
 
-def test_a_wheel_has_what_the_pages_are_made_of(monkeypatch: pytest.MonkeyPatch):
-    package = ROOT / "aligner" / "reporting"
-    shipped = {file for pattern in setup_arguments(monkeypatch)["package_data"]["aligner.reporting"] for file in package.glob(pattern)}
-    assert shipped == {file for folder in ("templates", "static") for file in (package / folder).iterdir()}
-    assert {"echarts.common.min.js", "LICENSE", "NOTICE", "LICENSE-d3", "report.js"} <= {file.name for file in shipped}
+def test_a_wheel_has_all_files_that_are_no_python(monkeypatch: pytest.MonkeyPatch):
+    declared = setup_arguments(monkeypatch)["package_data"]
+    packaged = {file for package, globs in declared.items() for name in globs for file in (ROOT / package.replace(".", "/")).glob(name)}
+    assert packaged == {file for file in (ROOT / "aligner").rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+    assert {"echarts.common.min.js", "LICENSE", "NOTICE", "LICENSE-d3", "report.js"} <= {file.name for file in packaged}
+
+
+def test_every_recipe_and_every_supported_python_is_run_with_the_oldest_versions_of_setup():
+    """What tests/versions.py does; its environments are not made here."""
+    recipes = {path.parent.name for path in (ROOT / "conf").glob("*/*.yaml") if path.stem == path.parent.name}
+    assert {CASES[name].recipe for name in CASES if name not in versions.LEFT_OUT} == recipes
+    assert set(versions.RESUMED) <= set(CASES) and {CASES[name].ranks for name in versions.RESUMED} == {1, 2}
+    hosted = re.search(r"python: \[(.*)\]", read(".github/workflows/ci.yml"))[1]
+    assert {environment.python for environment in versions.ENVIRONMENTS.values()} == set(re.findall(r'"(.*?)"', hosted))
+    bounds = {name: re.search(rf'"{name}>=([\d.]+)', read("setup.py"))[1] for name in ("torch", "transformers", "megatron-core")}
+    oldest = dict(package.split("==") for package in versions.ENVIRONMENTS["oldest-3.10"].packages if "==" in package)
+    assert {name: version.removesuffix(".0") for name, version in oldest.items()} == bounds
+
+
+@pytest.mark.pytriton
+def test_everything_imports_together():
+    program = """
+import numpy, pyarrow, datasets, transformers, tokenizers, safetensors, rich, hydra, omegaconf
+import aligner.parallel.mcore
+import megatron.core
+import pytriton.triton, pytriton.client, tritonclient.http
+import torch
+assert torch.from_numpy(numpy.arange(3)).sum() == 3  # torch and numpy agree on the ABI
+assert pyarrow.array(numpy.arange(3)).sum().as_py() == 3
+print("together")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "together" in done.stdout
+
+
+def test_a_cuda_build_of_torch_without_a_gpu_is_no_news(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    pretends = "torch.cuda._is_compiled = lambda: True; torch.cuda.is_available = lambda: False; torch.version.cuda = '13.0'"
+    program = f"import torch; {pretends}; import aligner.parallel.mcore; print(torch.utils.cpp_extension.CUDA_HOME)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("/nowhere\n", "")
