@@ -455,8 +455,8 @@ REFUSED = [
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config.quant_method="gptq" is not supported'),
     (
         "llama",
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}},
-        "load_in_4bit=false is not supported for model_type llama; allowed: true",
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}},
+        'bnb_4bit_quant_storage="bfloat16" is not supported for model_type llama; allowed: "uint8"',
     ),
     *[
         ("llama", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]} | change}, message)
