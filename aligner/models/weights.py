@@ -178,9 +178,9 @@ class WeightSource(Protocol):
         """A parameter of a head; None if the files have no such tensor."""
 
 
-def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True, only: Collection[Tensor] | None = None) -> None:
+def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True) -> None:
     """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation, and all do
-    without `with_head`. A head of values may be the one beside a policy's export. `only`: these parameters, unless a chunk is whole.
+    without `with_head`. A head of values may be the one beside a policy's export.
 
     No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model; every rank raises), has the wrong shape,
     or is in the files but belongs to no parameter.
@@ -188,7 +188,7 @@ def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True,
     if isinstance(chunks[0], WholeChunk):
         chunks[0].read_files(directory, with_head=with_head)
     else:
-        fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head, only=only)
+        fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head)
     if with_head and chunks[-1].gives_values and chunks[-1].post_process and (directory / POLICY_HEAD_FILE).exists():
         with safe_open(directory / POLICY_HEAD_FILE, framework="pt") as handle, torch.no_grad():
             for name, parameter in chunks[-1].score_head.named_parameters():
@@ -196,7 +196,7 @@ def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True,
 
 
 def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = True, only: Collection[Tensor] | None = None) -> None:
-    """Fill this rank's shards from `source`, as `load_hf`."""
+    """Fill this rank's shards, or those in `only`, from `source`, as `load_hf`."""
     source.check(chunks[0].architecture, is_scalar=chunks[0].head is not None)
     wanted = None if only is None else set(map(id, only))
     with torch.no_grad():

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from aligner.errors import CheckpointError
@@ -21,9 +20,10 @@ from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.foreign.tensors import Files, TorchDist
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
+from aligner.models.checkpoint.hf_weights import HFWeights
 from aligner.models.checkpoint.wrapper import same_weights
 from aligner.models.config import HFArchitecture, LoraConfig, LoraInit, LoraTarget, Part, Quantization
-from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.families import architecture_from_hf, architecture_to_hf, weight_names
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.modules.chunk import Chunk, WholeChunk, global_name
 from aligner.models.modules.linear import linear_weight
@@ -31,7 +31,7 @@ from aligner.models.modules.lora import Adapter, make_adapters, named_adapters
 from aligner.models.modules.packed import dense, round_as
 from aligner.models.modules.scalar_head import HEAD, POLICY_HEAD, has_policy_head, read_head
 from aligner.models.weights import fill, load_hf
-from aligner.parallel.collectives import from_rank_0, gather_objects, raise_everywhere
+from aligner.parallel.collectives import from_rank_0, gather_objects, raise_everywhere, together
 from aligner.parallel.mcore import NEEDS_COMMON_FILE, ShardedTensor, dist_checkpointing, parallel_state, version
 
 
@@ -48,16 +48,11 @@ def load_source(chunks: Sequence[Chunk], source: Path, *, verify: bool = True, w
     """Fill the chunks from a Hugging Face directory, Megatron-LM's or NeMo's files, or a checkpoint (`load_weights`). Collective."""
     if (source / MARKER).exists():
         load_weights(chunks, source, verify=verify, with_head=with_head)
-    else:
-        _load_files(chunks, source, with_head=with_head)
-
-
-def _load_files(chunks: Sequence[Chunk], source: Path, *, with_head: bool, only: Collection[Tensor] | None = None) -> None:
-    if is_foreign(source):
+    elif is_foreign(source):
         with open_weights(source) as weights:
-            fill(chunks, weights, with_head=with_head, only=only)
+            fill(chunks, weights, with_head=with_head)
     else:
-        load_hf(chunks, source, with_head=with_head, only=only)
+        load_hf(chunks, source, with_head=with_head)
 
 
 def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, with_head: bool = True) -> None:
@@ -75,17 +70,26 @@ def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, wi
         # A head is saved with the adapters: that of a critic has one output, whatever the reward model under it has.
         adapted.append(_adapted(chunks, directory, marker, with_head=with_head and not adapted))
         source = base_of(marker, directory)
-    with_head, is_checkpoint, found = with_head and not adapted, (source / MARKER).exists(), list[checkpoint_sums.Found]()
-    for part in _parts(chunks, is_whole=isinstance(chunks[0], WholeChunk) and not is_checkpoint):
-        with dense(part.parameters):
-            if is_checkpoint:
-                found.append(_load_part(part, source, with_head=with_head))
-            else:
-                _load_files(chunks, source, with_head=with_head, only=part.parameters)
-            for one in reversed(adapted):
-                one.apply(part)
-    if is_checkpoint:
-        checkpoint_sums.compare(from_rank_0(lambda: checkpoint_sums.read(source)), checkpoint_sums.joined(found), str(source))
+    if (source / MARKER).exists():
+        parts, sums = _parts(chunks), list[checkpoint_sums.Found]()
+        layers = None
+        if chunks[0].quantization.is_on:
+            layers = together(lambda: TorchDist(Files(source), "weights"), f"reading {source}", error=CheckpointError)
+        for part in parts:
+            with dense(part.parameters):
+                sums.append(_load_part(part, source, layers, with_head=with_head and not adapted))
+                _merge_all(part, adapted)
+        checkpoint_sums.compare(from_rank_0(lambda: checkpoint_sums.read(source)), checkpoint_sums.joined(sums), str(source))
+    else:
+        is_whole = isinstance(chunks[0], WholeChunk)
+        weights = None if is_whole else HFWeights(source, weight_names(chunks[0].architecture))
+        for part in [_Part(chunks, None)] if is_whole else _parts(chunks):
+            with dense(part.parameters):
+                if weights is None:
+                    chunks[0].read_files(source, with_head=False)
+                else:
+                    fill(chunks, weights, with_head=False, only=part.parameters)
+                _merge_all(part, adapted)
 
 
 class _Part:
@@ -96,10 +100,6 @@ class _Part:
         self.chunks, self._layers = chunks, layers
         named = ((number, name, p) for number, chunk in enumerate(chunks) for name, p in chunk.named_parameters())
         self.parameters = [p for number, name, p in named if self.has(number, name) and ADAPTER not in name]
-
-    @property
-    def is_whole(self) -> bool:
-        return self._layers is None
 
     def has(self, number: int, name: str) -> bool:
         """Whether a tensor of a chunk belongs to it."""
@@ -119,29 +119,26 @@ def _layer(name: str) -> str:
     return found[0] if found else ""
 
 
-def _parts(chunks: Sequence[Chunk], *, is_whole: bool) -> list[_Part]:
+def _parts(chunks: Sequence[Chunk]) -> list[_Part]:
     """As many on every rank; the last may be empty. Packed models are filled layer by layer. Collective if they are."""
-    if is_whole or not chunks[0].quantization.is_on:
+    if not chunks[0].quantization.is_on:
         return [_Part(chunks, None)]
     layers = [[(number, layer)] for number, chunk in enumerate(chunks) for layer in dict.fromkeys(map(_layer, chunk.state_dict()))]
     most = max(gather_objects(len(layers)))
     return [_Part(chunks, one) for one in (*layers, *([[]] * (most - len(layers))))]
 
 
-def _load_part(part: _Part, directory: Path, *, with_head: bool) -> checkpoint_sums.Found:
-    """Fill it from a checkpoint without adapters; the sums of what it holds then. Collective."""
-    error: CheckpointError | None = None
-    if part.is_whole:
+def _load_part(part: _Part, directory: Path, layers: TorchDist | None, *, with_head: bool) -> checkpoint_sums.Found:
+    """Fill it from a checkpoint without adapters; the sums of what it holds then. `layers`: its tensors, unless the part is whole.
+    Collective."""
+    if layers is None:
         for chunk, state in zip(part.chunks, _read_states(part.chunks, directory, part.states(), with_head=with_head), strict=True):
             _fill(chunk, state, directory)
     else:
         absent = _absent(part.chunks, directory, with_head=with_head)
         states = [{name: shard for name, shard in state.items() if not name.startswith(absent)} for state in part.states()]
-        try:
-            _read_in_place([shard for state in states for shard in checkpoint_sums.tensors(state)], TorchDist(Files(directory), "weights"))
-        except CheckpointError as refused:
-            error = refused
-        raise_everywhere(error)
+        shards = [shard for state in states for shard in checkpoint_sums.tensors(state)]
+        together(lambda: _read_in_place(shards, layers), f"reading {directory}", error=CheckpointError)
     return checkpoint_sums.find(part.states(), vocabulary=part.chunks[0].architecture.vocab_size)
 
 
@@ -170,13 +167,15 @@ class _Adapted:
     loaded: Sequence[Mapping[str, Any]]
     packed: tuple[Quantization, torch.dtype, bool] | None  # the weights under them
 
-    def apply(self, part: _Part) -> None:
-        """Merge them into a part's weights, and load the head there."""
-        if self.packed is not None:
-            kind, dtype, nested = self.packed
+
+def _merge_all(part: _Part, adapted: Sequence[_Adapted]) -> None:
+    """Merge adapters into a part's weights, those that were trained first of all (the last) first, and load the head there."""
+    for one in reversed(adapted):
+        if one.packed is not None:
+            kind, dtype, nested = one.packed
             round_as(part.chunks, kind, dtype, nested=nested, only=part.parameters)
-        for number, (chunk, own, state) in enumerate(zip(part.chunks, self.adapters, self.loaded, strict=True)):
-            merge(chunk, {layer: one for layer, one in own.items() if part.has(number, f"{layer}.weight")}, state)
+        for number, (chunk, own, state) in enumerate(zip(part.chunks, one.adapters, one.loaded, strict=True)):
+            merge(chunk, {layer: adapter for layer, adapter in own.items() if part.has(number, f"{layer}.weight")}, state)
 
 
 def _adapted(chunks: Sequence[Chunk], directory: Path, marker: Mapping[str, Any], *, with_head: bool) -> _Adapted:
