@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from aligner.agents.create import create_agents
+from aligner.agents import Agents
+from aligner.agents.command import CommandAgents
 from aligner.agents.play import Playing, SessionEngine
+from aligner.agents.verifiers import Verifiers
 from aligner.cluster.component import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
 from aligner.data.collate import SupervisedExample
@@ -25,6 +28,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.endpoint.app import Endpoint
 from aligner.endpoint.requests import Model
 from aligner.endpoint.sessions import KeptSessions
+from aligner.environments.config import EnvironmentConfig, EnvironmentKind
 from aligner.environments.exchange import EnvironmentReward, environment_follow_up
 from aligner.errors import ConfigError, describe_os_error
 from aligner.jobs.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
@@ -436,6 +440,15 @@ def played(engine: PhasedEngine, session: Session, config: OnlineRun, tokenizer:
     )
     opened = partial(open_endpoint, session=session, config=config, tokenizer=tokenizer)
     return SessionEngine(engine, playing, partial(create_agents, config.environment), opened)
+
+
+def create_agents(config: EnvironmentConfig) -> Agents:
+    """The programs that play the run's sessions. Raises ConfigError."""
+    if config.chosen is EnvironmentKind.verifiers:
+        return Verifiers(config)
+    if shutil.which(config.command[0]) is None:
+        raise ConfigError(f"{config.title}: there is no program {config.command[0]!r} on this machine")
+    return CommandAgents(config.command, pass_environment=config.sessions.pass_environment)
 
 
 def open_endpoint(live: LiveEngine, sessions: KeptSessions, *, session: Session, config: OnlineRun, tokenizer: Tokenizer) -> Endpoint:

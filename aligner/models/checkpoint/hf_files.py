@@ -163,6 +163,21 @@ def as_read(directory: Path, tensors: Mapping[str, Stored]) -> dict[str, Stored]
     return found
 
 
+def unread_packing(found: Any) -> tuple[str, Any, str] | None:
+    """(key, value, what is allowed) of a `quantization_config` whose files are not read; None if they are."""
+    if found is None:
+        return None
+    found = found if isinstance(found, dict) else {}
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    if method not in ("mxfp4", "fp8", "bitsandbytes"):
+        return "quantization_config.quant_method", method, '"mxfp4", "fp8" or "bitsandbytes"'
+    if method == "fp8" and (not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1):
+        return "quantization_config.weight_block_size", block, "rows and columns of a block, such as [128, 128]"
+    unchanged = {"fp8": {"fmt": "e4m3", "activation_scheme": "dynamic"}, "bitsandbytes": {"bnb_4bit_quant_storage": "uint8"}}
+    differing = [(key, found[key], json.dumps(own)) for key, own in unchanged.get(method, {}).items() if found.get(key, own) != own]
+    return differing[0] if differing else None
+
+
 def quant_state(data: bytes, path: Path, name: str) -> dict[str, Any]:
     """What bitsandbytes has written about a tensor in four bits: `shape` and `blocksize`, and with double quantization `nested_blocksize`
     and `nested_offset`. Raises ModelFilesError for other values."""

@@ -81,6 +81,66 @@ def eight_bits(codes: Tensor, scales: Tensor) -> Tensor:
     return codes * scales[:, None] * torch.tensor(1 / 127, dtype=torch.float32)
 
 
+class Numbers:
+    """The numbers of a directory's tensors, read on demand, also of those in files in few bits. `stored`: those of the files."""
+
+    def __init__(self, directory: Path, stored: Mapping[str, Stored]) -> None:
+        self.directory = directory
+        self.tensors = hf_files.as_read(directory, stored)
+        self._files = {name: one.file for name, one in stored.items()}
+        self._handles: dict[Path, Any] = {}
+
+    def read(self, name: str, part: int | None = None) -> Tensor:
+        """The full tensor, or one of those that are stacked in it. Raises ModelFilesError."""
+        if self.tensors[name].dtype == MXFP4:
+            return mxfp4(*(self._read(name + ending, part) for ending in MXFP4_ENDINGS))
+        if self.tensors[name].dtype == BITS4:
+            return self._four_bits(name)
+        if self.tensors[name].dtype == BITS8:
+            layer = name.removesuffix("weight")
+            if (order := layer + BITS8_FORMAT) in self._files and int(self._read(order, None)) != 0:
+                raise ModelFilesError(f"{self.directory}: {order} is {int(self._read(order, None))}; allowed: 0, numbers in rows")
+            return eight_bits(self._read(name, None), self._read(layer + BITS8_SCALES, None))
+        if self.tensors[name].dtype == FP8:
+            quantization = read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}
+            rows, columns = quantization.get("weight_block_size") or (1, 1)
+            try:
+                return fp8(self._read(name, None), self._read(name + FP8_SCALES, None), (rows, columns))
+            except ValueError as error:
+                raise ModelFilesError(f"{self.directory}: {name} {error}") from error
+        return self._read(name, part)
+
+    def _four_bits(self, stored: str) -> Tensor:
+        """The numbers of a tensor in four bits, float32. With double quantization its scales are codes, too. Raises ModelFilesError."""
+        named = next(name for name in self._files if name.startswith(stored + BITS4_STATE))
+        state = hf_files.quant_state(bytes(self._read(named, None).tolist()), self.directory / self._files[named], stored)
+        absent = [stored + part for part in BITS4_PARTS[: 4 if "nested_blocksize" in state else 2] if stored + part not in self._files]
+        if absent:
+            raise ModelFilesError(f"{self.directory}: no tensor named {absent[0]}, which the state of {stored} expects")
+        try:
+            scales, table = (self._read(stored + part, None) for part in BITS4_PARTS[:2])
+            if "nested_blocksize" in state:
+                second, codes = (self._read(stored + part, None) for part in BITS4_PARTS[2:])
+                each = second.repeat_interleave(state["nested_blocksize"])[: scales.numel()]
+                scales = codes[scales.int()] * each + state["nested_offset"]
+            return four_bits(self._read(stored, None), scales, table, state["blocksize"]).view(state["shape"])
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
+
+    def _read(self, stored: str, part: int | None) -> Tensor:
+        """A tensor of a file unchanged, or its slice at `part` of the first dimension."""
+        handle = self._open(stored)
+        return handle.get_tensor(stored) if part is None else handle.get_slice(stored)[part]
+
+    def _open(self, stored: str) -> Any:
+        path = self.directory / self._files[stored]
+        try:
+            handle = self._handles[path] = self._handles.get(path) or safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ModelFilesError(f"{path}: cannot be read: {error}") from error
+        return handle
+
+
 class _Cut(NamedTuple):
     """A tensor as a part of one in the files."""
 
@@ -89,12 +149,11 @@ class _Cut(NamedTuple):
     transposed: bool
 
 
-class HFWeights:
+class HFWeights(Numbers):
     """The tensors of a Hugging Face directory, read on demand by their full names, also where the file holds a headless model's, or one of
     images and text, of which the text part is the model."""
 
     def __init__(self, directory: Path, table: NameTable, tensors: Mapping[str, Stored] | None = None) -> None:
-        self.directory = directory
         found = stored_tensors(directory)[0] if tensors is None else tensors
         stored = {name: one for name, one in found.items() if not re.fullmatch(table.ignored, name)}
         config = read_json(directory / CONFIG_FILE) if (directory / CONFIG_FILE).exists() else {}
@@ -106,19 +165,17 @@ class HFWeights:
         if further:
             self._further = f"{len(further)} tensors, such as {further[0]}, predict further tokens, and are not read and not exported"
         left_out = {*self._images, *further}
-        stored = {name: one for name, one in stored.items() if name not in left_out}
-        self._tensors = hf_files.as_read(directory, stored)
-        if others := [f"{name} is {one.dtype}" for name, one in self._tensors.items() if one.dtype not in _DTYPES]:
+        super().__init__(directory, {name: one for name, one in stored.items() if name not in left_out})
+        if others := [f"{name} is {one.dtype}" for name, one in self.tensors.items() if one.dtype not in _DTYPES]:
             raise ModelFilesError(f"{directory}: {others[0]} ({len(others)} such): not read; allowed: {', '.join(_DTYPES)}")
         called = table.stored if isinstance(table, SeeingNames) else text_name if wrapper else str
-        inner = {name: name if name.startswith(HF_HEADS) else called(name) for name in self._tensors}
+        inner = {name: name if name.startswith(HF_HEADS) else called(name) for name in self.tensors}
         prefix = "" if any(name.startswith(table.base_prefix) for name in inner.values()) else table.base_prefix
         self._stored: dict[str, str] = {}
-        for name in self._tensors:
+        for name in self.tensors:
             if (other := self._stored.setdefault(_canonical(inner[name], prefix), name)) != name:
                 raise ModelFilesError(f"{directory}: {other} and {name} are two of one tensor; allowed: one of them")
-        self._files = {name: one.file for name, one in (stored | self._images).items()}
-        self._handles: dict[Path, Any] = {}
+        self._files |= {name: one.file for name, one in self._images.items()}
         self._cuts: dict[str, _Cut] = {}
         if wrapper and any("{expert}" in name for rule in table.layer.values() for name in rule.hf_names):
             self._cut_stacks(text_part(wrapper)["hidden_size"])
@@ -127,7 +184,7 @@ class HFWeights:
         """Find single experts' tensors in a layer's: [experts, gate and up, width] and [experts, width, inner], or transposes."""
         for name, stored in list(self._stored.items()):
             block, _, kind = name.rpartition(".")
-            one = self._tensors[stored]
+            one = self.tensors[stored]
             if kind not in ("gate_up_proj", "down_proj") or not block.endswith(".experts") or len(one.shape) != 3:
                 continue
             experts, *shape = one.shape
@@ -139,7 +196,7 @@ class HFWeights:
             for number, (part, own) in product(range(experts), parts.items()):
                 full = f"{block}.{number}.{part}.weight"
                 self._stored[full] = full
-                self._tensors[full] = replace(one, shape=(own.stop - (own.start or 0), columns))
+                self.tensors[full] = replace(one, shape=(own.stop - (own.start or 0), columns))
                 self._cuts[full] = _Cut(stored, (number, slice(None), own) if transposed else (number, own), transposed)
             del self._stored[name]
 
@@ -152,7 +209,7 @@ class HFWeights:
                 continue
             stored, index, transposed = self._cuts[name]
             if stored not in stacks:
-                stacks[stored] = tensor.new_empty(self._tensors[stored].shape)
+                stacks[stored] = tensor.new_empty(self.tensors[stored].shape)
             stacks[stored][index] = tensor.t() if transposed else tensor
             missing[stored] -= 1
             if not missing[stored]:
@@ -174,65 +231,25 @@ class HFWeights:
         if name not in self._stored:
             raise ModelFilesError(f"{self.directory}: no tensor named {name}")
         stored = self._stored[name]
-        if (found := self._tensors[stored].shape) != shape:
+        if (found := self.tensors[stored].shape) != shape:
             raise ModelFilesError(f"{self.directory}: {name} is {found}, the model's config makes it {shape}")
-        if self._tensors[stored].dtype == MXFP4:
-            return mxfp4(*(self._read(stored + ending, part) for ending in MXFP4_ENDINGS))
-        if self._tensors[stored].dtype == BITS4:
-            return self._four_bits(stored)
-        if self._tensors[stored].dtype == BITS8:
-            layer = stored.removesuffix("weight")
-            if (order := layer + BITS8_FORMAT) in self._files and int(self._read(order, None)) != 0:
-                raise ModelFilesError(f"{self.directory}: {order} is {int(self._read(order, None))}; allowed: 0, numbers in rows")
-            return eight_bits(self._read(stored, None), self._read(layer + BITS8_SCALES, None))
-        if self._tensors[stored].dtype == FP8:
-            quantization = read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}
-            rows, columns = quantization.get("weight_block_size") or (1, 1)
-            try:
-                return fp8(self._read(stored, None), self._read(stored + FP8_SCALES, None), (rows, columns))
-            except ValueError as error:
-                raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
-        return self._read(stored, part)
-
-    def _four_bits(self, stored: str) -> Tensor:
-        """The numbers of a tensor in four bits, float32. With double quantization its scales are codes, too. Raises ModelFilesError."""
-        named = next(name for name in self._files if name.startswith(stored + BITS4_STATE))
-        state = hf_files.quant_state(bytes(self._read(named, None).tolist()), self.directory / self._files[named], stored)
-        absent = [stored + part for part in BITS4_PARTS[: 4 if "nested_blocksize" in state else 2] if stored + part not in self._files]
-        if absent:
-            raise ModelFilesError(f"{self.directory}: no tensor named {absent[0]}, which the state of {stored} expects")
-        try:
-            scales, table = (self._read(stored + part, None) for part in BITS4_PARTS[:2])
-            if "nested_blocksize" in state:
-                second, codes = (self._read(stored + part, None) for part in BITS4_PARTS[2:])
-                each = second.repeat_interleave(state["nested_blocksize"])[: scales.numel()]
-                scales = codes[scales.int()] * each + state["nested_offset"]
-            return four_bits(self._read(stored, None), scales, table, state["blocksize"]).view(state["shape"])
-        except (ValueError, RuntimeError, IndexError) as error:
-            raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
+        return self.read(stored, part)
 
     def _read(self, stored: str, part: int | None) -> Tensor:
-        """A tensor of a file unchanged, or its slice at `part` of the first dimension."""
-        cut = self._cuts.get(stored)
-        path = self.directory / self._files[stored if cut is None else cut.stored]
-        try:
-            handle = self._handles[path] = self._handles.get(path) or safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ModelFilesError(f"{path}: cannot be read: {error}") from error
-        if cut is not None:
-            found = handle.get_slice(cut.stored)[cut.index]
-            return found.t() if cut.transposed else found
-        return handle.get_tensor(stored) if part is None else handle.get_slice(stored)[part]
+        if (cut := self._cuts.get(stored)) is None:
+            return super()._read(stored, part)
+        found = self._open(cut.stored).get_slice(cut.stored)[cut.index]
+        return found.t() if cut.transposed else found
 
     def check_sizes(self, architecture: Architecture, hf: Mapping[str, Any]) -> None:
         """Raise ModelFilesError, naming settings of the config `hf`, if its sizes are not those of the tensors."""
         for name, dimensions in mapping.expected_sizes(architecture, weight_names(architecture)):
             stored, shape = self._stored.get(name, ""), tuple(size.value for size in dimensions)
-            if stored and (found := self._tensors[stored].shape) != shape:
+            if stored and (found := self.tensors[stored].shape) != shape:
                 wrong = [size for size, own in zip_longest(dimensions, found) if size and size.value != own]
                 raise ModelFilesError(
                     f"{self.directory / CONFIG_FILE}: {mapping.size_settings(hf, wrong or dimensions)}: {stored} would be {shape}, "
-                    f"in {self._tensors[stored].file} it is {found}"
+                    f"in {self.tensors[stored].file} it is {found}"
                 )
 
     def is_untied(self, architecture: Architecture) -> bool:
@@ -241,7 +258,7 @@ class HFWeights:
         (head,), (embedding,) = (table.find(name).hf_names for name in (OUTPUT_LAYER, EMBEDDING))
         if not (architecture.tied_embeddings and {head, embedding} <= self._stored.keys()):
             return False
-        one, other = (self._tensors[self._stored[name]] for name in (head, embedding))
+        one, other = (self.tensors[self._stored[name]] for name in (head, embedding))
         return one.dtype in (MXFP4, FP8, BITS4, BITS8) or not hf_files.is_same(self.directory, one, other)
 
     def check(self, architecture: Architecture, *, is_scalar: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,30 +80,23 @@ def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, wi
                 sums.append(_load_part(part, source, layers, with_head=with_head and not adapted))
                 _merge_all(part, adapted)
         checkpoint_sums.compare(from_rank_0(lambda: checkpoint_sums.read(source)), checkpoint_sums.joined(sums), str(source))
+    elif isinstance(chunks[0], WholeChunk):
+        chunks[0].read_files(source, with_head=False, then=lambda name: _merge_all(_Part(chunks, lambda _, one: one == name), adapted))
     else:
-        is_whole = isinstance(chunks[0], WholeChunk)
-        weights = None if is_whole else HFWeights(source, weight_names(chunks[0].architecture))
-        for part in [_Part(chunks, None)] if is_whole else _parts(chunks):
+        weights = HFWeights(source, weight_names(chunks[0].architecture))
+        for part in _parts(chunks):
             with dense(part.parameters):
-                if weights is None:
-                    chunks[0].read_files(source, with_head=False)
-                else:
-                    fill(chunks, weights, with_head=False, only=part.parameters)
+                fill(chunks, weights, with_head=False, only=part.parameters)
                 _merge_all(part, adapted)
 
 
 class _Part:
-    """What is filled at a time of a model: all of it, or `layers` of its chunks by their number and prefix, of which all others stay
-    packed."""
+    """What is filled at a time of a model, of which all else stays packed. `has`: whether the tensor of a name in a chunk belongs to it."""
 
-    def __init__(self, chunks: Sequence[Chunk], layers: Collection[tuple[int, str]] | None) -> None:
-        self.chunks, self._layers = chunks, layers
+    def __init__(self, chunks: Sequence[Chunk], has: Callable[[int, str], bool] = lambda number, name: True) -> None:
+        self.chunks, self.has = chunks, has
         named = ((number, name, p) for number, chunk in enumerate(chunks) for name, p in chunk.named_parameters())
-        self.parameters = [p for number, name, p in named if self.has(number, name) and ADAPTER not in name]
-
-    def has(self, number: int, name: str) -> bool:
-        """Whether a tensor of a chunk belongs to it."""
-        return self._layers is None or (number, _layer(name)) in self._layers
+        self.parameters = [p for number, name, p in named if has(number, name) and ADAPTER not in name]
 
     def states(self) -> list[dict[str, Any]]:
         """Of each chunk what belongs to it, with its place in the whole model."""
@@ -122,10 +115,10 @@ def _layer(name: str) -> str:
 def _parts(chunks: Sequence[Chunk]) -> list[_Part]:
     """As many on every rank; the last may be empty. Packed models are filled layer by layer. Collective if they are."""
     if not chunks[0].quantization.is_on:
-        return [_Part(chunks, None)]
-    layers = [[(number, layer)] for number, chunk in enumerate(chunks) for layer in dict.fromkeys(map(_layer, chunk.state_dict()))]
+        return [_Part(chunks)]
+    layers = [((number, layer),) for number, chunk in enumerate(chunks) for layer in dict.fromkeys(map(_layer, chunk.state_dict()))]
     most = max(gather_objects(len(layers)))
-    return [_Part(chunks, one) for one in (*layers, *([[]] * (most - len(layers))))]
+    return [_Part(chunks, lambda number, name, own=own: (number, _layer(name)) in own) for own in (*layers, *([()] * (most - len(layers))))]
 
 
 def _load_part(part: _Part, directory: Path, layers: TorchDist | None, *, with_head: bool) -> checkpoint_sums.Found:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from aligner.errors import ConfigError
 from aligner.models.architecture.architecture import MOST_LAYERS
 from aligner.models.architecture.rope import longrope_attention_factor, yarn_attention_factor
+from aligner.models.checkpoint.hf_files import unread_packing
 from aligner.models.config import ROPE_FACTORS, Architecture
 
 T = TypeVar("T")
@@ -184,19 +185,8 @@ class HFConfig:
 
     def check_quantization(self) -> None:
         """Refuse weights in few bits of kinds that are not read."""
-        found = self._values.get("quantization_config")
-        if found is None:
-            return
-        method = found.get("quant_method") if isinstance(found, dict) else None
-        if method not in ("mxfp4", "fp8", "bitsandbytes"):
-            raise self.refusal("quantization_config.quant_method", method, '"mxfp4", "fp8" or "bitsandbytes"')
-        if method == "bitsandbytes":
-            self.part(**found).only({"bnb_4bit_quant_storage": ("uint8",)})
-        if method == "fp8":
-            block = found.get("weight_block_size")
-            if not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
-                raise self.refusal("quantization_config.weight_block_size", block, "rows and columns of a block, such as [128, 128]")
-            self.part(**found).only({"fmt": ("e4m3",), "activation_scheme": ("dynamic",)})
+        if (unread := unread_packing(self._values.get("quantization_config"))) is not None:
+            raise self.refusal(*unread)
 
     def only(self, unchanged: Mapping[str, tuple[Any, ...]]) -> None:
         """Refuse any other value of these keys; a key that is absent has its first one."""

@@ -18,6 +18,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import PACKED_BLOCK
+from aligner.models.checkpoint.hf_files import unread_packing
 from aligner.models.config import Architecture, HFArchitecture, LoraConfig, LoraTarget, Part, Quantization
 from aligner.models.families.mapping import NameTable, Rule, rule
 
@@ -55,14 +56,22 @@ def hf_config(hf: dict[str, Any], where: str) -> Any:
             f"{where}: model_type={model_type!r} is neither a family with layers here nor in transformers {transformers.__version__}{own}; "
             "a newer transformers may have it"
         )
-    if hf.get("quantization_config"):
-        raise ConfigError(f"{where}: quantization_config: transformers' own modules are trained from unquantized weights; allowed: none")
+    hf = _unpacked(hf, where)
     try:
         with TemporaryDirectory() as directory:  # as a file, in which a number may be an object
             (Path(directory) / "config.json").write_text(json.dumps(hf))
             return AutoConfig.from_pretrained(directory)
     except Exception as error:  # of whatever kind a config raises
         raise ConfigError(f"{where}: transformers cannot read it: {error}") from error
+
+
+def _unpacked(hf: dict[str, Any], where: str) -> dict[str, Any]:
+    """A `config.json` of weights that are read as numbers. Raises ConfigError for files in few bits of kinds that are not read."""
+    if (unread := unread_packing(hf.get("quantization_config"))) is not None:
+        key, value, allowed = unread
+        raise ConfigError(f"{where}: {key}={json.dumps(value)} is not read; allowed: {allowed}")
+    hf = {key: value for key, value in hf.items() if key != "quantization_config"}
+    return hf | ({"text_config": _unpacked(hf["text_config"], where)} if isinstance(hf.get("text_config"), dict) else {})
 
 
 def auto_class(config: Any, where: str) -> Any:
@@ -81,7 +90,7 @@ def hf_architecture(hf: dict[str, Any], *, where: str = "config.json") -> HFArch
     """Read the `config.json` of a model of `transformers`' own modules. Raises ConfigError if `transformers` has no such model."""
     config = hf_config(hf, where)
     made_by = auto_class(config, where)
-    text = config.get_text_config()
+    text, hf = config.get_text_config(), _unpacked(hf, where)
     if not hf.get("architectures"):
         hf = hf | {"architectures": [made_by._model_mapping[type(config)].__name__]}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -95,8 +95,10 @@ class WholeChunk(Chunk):
     """A chunk that is the whole model on every rank, and knows how its files are read and written."""
 
     @abstractmethod
-    def read_files(self, directory: Path, *, with_head: bool) -> None:
-        """Fill the chunk from a Hugging Face directory; a head that it lacks, and every one without `with_head`, stays as it is."""
+    def read_files(self, directory: Path, *, with_head: bool, then: Callable[[str], None] | None = None) -> None:
+        """Fill the chunk from a Hugging Face directory; a head that it lacks, and every one without `with_head`, stays as it is.
+
+        `then` gets the name of each parameter as soon as it is filled: a packed one is dense until it returns, one at a time."""
 
     @abstractmethod
     def file_tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ bounds in the positions.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from itertools import groupby
@@ -21,7 +21,7 @@ from megatron.core.enums import ModelType
 from safetensors import safe_open
 from torch import Tensor
 
-from aligner.errors import ConfigError, DataError, ModelFilesError
+from aligner.errors import ConfigError, DataError
 from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import HFArchitecture, ModelConfig, Part, Quantization, Recompute
@@ -29,11 +29,12 @@ from aligner.models.families.mapping import ADAPTER
 from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, layer_of, packed_linears, part_of, text_of
 from aligner.models.modules.chunk import WholeChunk
 from aligner.models.modules.heads import linear_head
+from aligner.models.modules.hf_reading import from_files, with_random, with_types
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import Adapter, MergedWeights, attach
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.noise import Noise
-from aligner.models.modules.packed import PackedLinear, pack_linears
+from aligner.models.modules.packed import PackedLinear, dense, packed_parameter
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
 from aligner.parallel import platform
 from aligner.parallel.logprobs import shaped
@@ -75,14 +76,7 @@ class HFChunk(WholeChunk):
         self.vp_stage, self.model_type = None, ModelType.encoder_or_decoder
         self.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.embedding, self.decoder = torch.nn.ModuleList(), SimpleNamespace(layers=[])
-        where = f"{source or 'config'}"
-        config = hf_config(architecture.hf, where)
-        made_by = auto_class(config, where)
-        self._made_by, self._fresh_from = made_by, source  # whose numbers the module has, while nothing has changed them
-        if source is None or (source / MARKER).exists():
-            self.hf, self._fresh_from = _with_types(made_by.from_config(config, dtype=dtype), dtype), None
-        else:
-            self.hf = _from_files(made_by, source, dtype, needs_output=head is None)
+        self.hf = self._made(source, dtype)
         self._untie()
         self.dropouts = _without_dropout(self.hf)
         self.always_evaluates = False  # `probe` found that training mode has other numbers
@@ -102,10 +96,35 @@ class HFChunk(WholeChunk):
             enable({"use_reentrant": False})
         if model.lora.is_on:
             attach(self, model.lora)
-        if self.quantization.is_on:
-            names, nested = packed_linears(architecture, self.quantization), self.double_quantization
-            # The device's kernels pack: a scale may have other last bits on another.
-            pack_linears(self.hf, names, self.quantization, dtype, platform.device(), nested=nested)
+
+    def _made(self, source: Path | None, dtype: torch.dtype) -> Any:
+        """The `transformers` model, of which nothing that is to be packed is dense for longer than it takes to pack it."""
+        where = f"{source or 'config'}"
+        config = hf_config(self.architecture.hf, where)
+        self._made_by, self._fresh_from = (
+            auto_class(config, where),
+            None,
+        )  # whose numbers it has, while nothing changes them
+        names = packed_linears(self.architecture, self.quantization) if self.quantization.is_on else []
+        taken = {f"{name}.weight" for name in names}
+
+        def pack(name: str, numbers: Tensor) -> torch.nn.Parameter:
+            numbers = numbers.to(platform.device())  # whose kernels pack: a scale may have other last bits on another
+            return packed_parameter(numbers, self.quantization, dtype, nested=self.double_quantization)
+
+        if source is not None and not (source / MARKER).exists():
+            model = from_files(self.architecture, source, dtype, needs_output=self.head is None, taken=taken, take=pack)
+            self._fresh_from = source
+        elif source is not None and names:
+            model = with_random(self.architecture, dtype, taken=taken, take=pack)
+        else:
+            model = with_types(self._made_by.from_config(config, dtype=dtype), dtype)
+        for name in names:
+            linear = model.get_submodule(name)
+            if "packed" not in linear.weight.__dict__:
+                linear.weight = pack(name, linear.weight.data)
+            linear.__class__ = PackedLinear
+        return model
 
     @property
     def backbone(self) -> Any:
@@ -198,7 +217,7 @@ class HFChunk(WholeChunk):
         made, device = copy(self), next(self.hf.parameters()).device
         made._modules, made.gather, made.quantization = dict(self._modules), None, Quantization.none
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            made.hf = _with_types(self._made_by.from_config(self.hf.config, dtype=self.config.params_dtype), self.config.params_dtype)
+            made.hf = with_types(self._made_by.from_config(self.hf.config, dtype=self.config.params_dtype), self.config.params_dtype)
         _keep_buffers(made.hf)
         made.hf.requires_grad_(False).eval()
         made._backbone = [text_of(made.hf)[1]]
@@ -219,16 +238,26 @@ class HFChunk(WholeChunk):
         own = self.own_weights()
         return {name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=number) for name, parameter in own.items()}
 
-    def read_files(self, directory: Path, *, with_head: bool) -> None:
+    def read_files(self, directory: Path, *, with_head: bool, then: Callable[[str], None] | None = None) -> None:
         """As `WholeChunk`'s. What was read when the module was made is not read twice."""
-        if self._fresh_from != directory:
-            read = _from_files(self._made_by, directory, self.config.params_dtype, needs_output=self.head is None)
+        if self._fresh_from != directory or then is not None:
+            own = {name: parameter for name, parameter in self.hf.named_parameters() if ADAPTER not in name}
+
+            @torch.no_grad()
+            def fill(name: str, numbers: Tensor) -> Tensor:
+                with dense([own[name]]):
+                    own[name].copy_(numbers)
+                    if then is not None:
+                        then(f"{PREFIX}{name}")
+                return own[name].new_zeros(()).expand(numbers.shape)
+
+            taken = [name for name, parameter in own.items() if "packed" in parameter.__dict__]
+            dtype = self.config.params_dtype
+            read = from_files(self.architecture, directory, dtype, needs_output=self.head is None, taken=taken, take=fill)
             _keep_buffers(read)
             theirs = dict(read.named_parameters())
-            with torch.no_grad():
-                for name, parameter in self.hf.named_parameters():
-                    if ADAPTER not in name:
-                        linear_weight(parameter).write(theirs[name])
+            for name in own.keys() - taken:
+                fill(name, theirs[name])
         self._fresh_from = None
         if self.head is None or not with_head:
             return
@@ -278,34 +307,6 @@ class HFChunk(WholeChunk):
             self.hf.set_submodule(name, torch.nn.Identity())
 
 
-def _from_files(made_by: Any, source: Path, dtype: torch.dtype, *, needs_output: bool) -> Any:
-    stored_tensors(source)  # raises for files that are missing or cut short
-    options = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-    try:
-        with _quiet():
-            model, found = made_by.from_pretrained(source, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelFilesError(f"{source}: transformers cannot load it: {error}") from error
-    output = model.get_output_embeddings()
-    unneeded = set() if needs_output else {name for name, parameter in model.named_parameters() if parameter is output.weight}
-    wrong = [*sorted(set(found["missing_keys"]) - unneeded), *(str(one[0]) for one in found["mismatched_keys"])]
-    if wrong:
-        raise ModelFilesError(f"{source}: {len(wrong)} tensors are missing or do not have the shape in the config, e.g. {wrong[:3]}")
-    return model
-
-
-def _with_types(model: Any, dtype: torch.dtype) -> Any:
-    """As files would be read: some numbers (a router's) stay float32."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    if plan := model._get_dtype_plan(dtype):
-        kept = build_glob_alternation(list(plan))[0]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if kept.search(name) and tensor.is_floating_point():
-                tensor.data = tensor.data.float()
-    return model
-
-
 @contextmanager
 def _adding(noise: Noise | None, embedding: torch.nn.Module) -> Iterator[None]:
     if noise is None:
@@ -316,22 +317,6 @@ def _adding(noise: Noise | None, embedding: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without progress bars, and a report of tensors that are looked at here."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _without_dropout(model: torch.nn.Module) -> dict[str, float]:

@@ -91,7 +91,7 @@ def packed_modules(kind: Quantization) -> LayerModules:
 
 
 class PackedLinear(torch.nn.Linear):
-    """torch's linear layer with a packed weight. It is made of one by `pack_linears`."""
+    """torch's linear layer with a packed weight. `packed_parameter` makes it."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = _Product.apply(input, linear_weight(self.weight))
@@ -127,18 +127,13 @@ def _nesting(chunk: Any, name: str, weight: LinearWeight) -> Nesting:
     return Nesting.of(parts, (shard(rule.layout, full, dim=dim, num_shards=ranks, index=group.rank()), count))
 
 
-def pack_linears(
-    module: torch.nn.Module, names: Iterable[str], kind: Quantization, dtype: torch.dtype, device: torch.device, *, nested: bool
-) -> None:
-    """Pack the weights of torch's linear layers with these names on a device, to which they move one at a time."""
-    for name in names:
-        linear = module.get_submodule(name)
-        linear.weight.requires_grad_(False)
-        numbers = linear.weight.data.to(device)
-        packing = whole_packing(numbers, kind, dtype, nested=nested)
-        linear.weight.data, *scales = packing.pack(numbers)
-        linear.weight.packed = (packing, tuple(scales))
-        linear.__class__ = PackedLinear
+def packed_parameter(numbers: Tensor, kind: Quantization, dtype: torch.dtype, *, nested: bool) -> torch.nn.Parameter:
+    """The weight of a `PackedLinear`."""
+    packing = whole_packing(numbers, kind, dtype, nested=nested)
+    codes, *scales = packing.pack(numbers)
+    parameter = torch.nn.Parameter(codes, requires_grad=False)
+    parameter.packed = (packing, tuple(scales))
+    return parameter
 
 
 def whole_packing(weight: Tensor, kind: Quantization, dtype: torch.dtype, *, nested: bool) -> Packing:

@@ -13,7 +13,6 @@ from training_jobs import eventually
 
 from aligner.agents import AgentOutcome, SessionAccess
 from aligner.agents.command import CommandAgents, passed_on
-from aligner.agents.create import create_agents
 from aligner.algorithms.grpo import TrainGRPO
 from aligner.algorithms.online_distill import TrainOnlineDistillation
 from aligner.algorithms.online_dpo import TrainOnlineDPO
@@ -21,6 +20,7 @@ from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.rejection_sampling import TrainRejectionSampling
 from aligner.environments.config import EnvironmentConfig, EnvironmentKind, SessionsConfig
 from aligner.errors import ConfigError
+from aligner.jobs.samples import create_agents
 from aligner.models.config import ModelConfig
 from aligner.rollout.config import RolloutConfig
 from aligner.types import Prompt, SamplingConfig

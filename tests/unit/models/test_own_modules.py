@@ -250,6 +250,15 @@ def test_an_unknown_model_is_refused_with_the_release(tmp_path: Path) -> None:
         read_architecture(ModelConfig(path=str(tmp_path)), vocab_size=0)
 
 
+@pytest.mark.parametrize("place", [{}, {"model_type": "llava"}])
+def test_files_in_bits_that_are_not_read_are_refused(place: dict, tmp_path: Path) -> None:
+    own = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    hf = place | {"text_config": {"model_type": "llama"} | own} if place else {"model_type": "granite"} | own
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ConfigError, match=r'config.json: quantization_config.quant_method="gptq" is not read; allowed: "mxfp4", "fp8" or'):
+        read_architecture(ModelConfig(path=str(tmp_path), implementation=Implementation.transformers), vocab_size=0)
+
+
 def test_gradients_of_adapters_with_recomputation_are_the_same(hf_directory, load_policy) -> None:
     """Their layers have inputs without gradients."""
     norms = [

@@ -17,11 +17,21 @@ from aligner.losses.sft import sft_loss
 from aligner.models import create
 from aligner.models.architecture.divisible import check_together
 from aligner.models.checkpoint import checkpoint, weights
-from aligner.models.config import Architecture, Dtype, Family, Layers, LoraConfig, LoraTarget, ModelConfig, Quantization, Recompute
+from aligner.models.config import (
+    Architecture,
+    Dtype,
+    Family,
+    Implementation,
+    Layers,
+    LoraConfig,
+    LoraTarget,
+    ModelConfig,
+    Quantization,
+    Recompute,
+)
 from aligner.models.modules import linear
 from aligner.models.modules.build import build_model
 from aligner.models.modules.linear import Packing, weight_storage
-from aligner.models.modules.packed import LINEARS
 from aligner.models.training.offload import HostMemory
 from aligner.models.training.policy import ReferencePolicy
 from aligner.models.training.trainable import TrainableModel, Training
@@ -137,30 +147,39 @@ def test_weights_that_nothing_has_filled_are_refused(kind, topology):
     TrainableModel(build_model(sizes, model, ParallelConfig(), load=False), topology, Training(optimizer=None))
 
 
-def whole_checkpoint(folder: Path, files: Path, load_policy) -> Path:
-    return checkpoint.save(folder, load_policy(files, optimizer=adam()).model, checkpoint.SaveRequest(step=0, state={}))
+def as_files(folder: Path, files: Path, load_policy, own) -> Path:
+    return files
 
 
-def adapted_checkpoint(folder: Path, files: Path, load_policy) -> Path:
+def whole_checkpoint(folder: Path, files: Path, load_policy, own) -> Path:
+    return checkpoint.save(folder, load_policy(files, optimizer=adam(), config=own).model, checkpoint.SaveRequest(step=0, state={}))
+
+
+def adapted_checkpoint(folder: Path, files: Path, load_policy, own, *, on=whole_checkpoint) -> Path:
     """Of adapters on packed weights that begin with a whole checkpoint."""
-    lora = LoraConfig(rank=1, targets=ALL)
-    config = {"dtype": Dtype.bfloat16, "quantization": Quantization.nf4, "lora": lora}
-    policy = load_policy(whole_checkpoint(folder / "whole", files, load_policy), optimizer=adam(), config=config)
+    config = own | {"dtype": Dtype.bfloat16, "quantization": Quantization.nf4, "lora": LoraConfig(rank=1, targets=ALL)}
+    policy = load_policy(on(folder / "whole", files, load_policy, own), optimizer=adam(), config=config)
     return checkpoint.save(folder / "adapted", policy.model, checkpoint.SaveRequest(step=0, state={}))
 
 
-@pytest.mark.parametrize("source", [None, whole_checkpoint, adapted_checkpoint])
+def adapted_files(folder: Path, files: Path, load_policy, own) -> Path:
+    return adapted_checkpoint(folder, files, load_policy, own, on=as_files)
+
+
+@pytest.mark.parametrize(("implementation", "in_layer"), [(Implementation.megatron, 4), (Implementation.transformers, 7)])
+@pytest.mark.parametrize("source", [as_files, whole_checkpoint, adapted_checkpoint, adapted_files])
 @pytest.mark.parametrize(("kind", "most"), [(Quantization.nf4, 0.57), (Quantization.int8, 1.04)])
-def test_packed_weights_take_few_bytes_and_are_never_dense_together(kind, most, source, make, load_policy, tmp_path):
+def test_packed_weights_take_few_bytes_and_are_never_dense_together(
+    kind, most, source, implementation, in_layer, make, load_policy, tmp_path
+):
     """Six more layers cost what they have packed, also while files or checkpoints are read: a weight or a layer is dense at a time."""
-    peaks, numbers = {}, {}
+    peaks, numbers, own = {}, {}, {"implementation": implementation}
     for layers in (2, 8):
-        path = write_base(tmp_path / str(layers), num_hidden_layers=layers)
-        path = path if source is None else source(tmp_path / f"{layers} saved", path, load_policy)
-        with LiveStorage() as made:
-            policy = make(kind, path=path, rank=1, config={"dtype": Dtype.bfloat16})
+        path = source(tmp_path / f"{layers} saved", write_base(tmp_path / str(layers), num_hidden_layers=layers), load_policy, own)
+        with LiveStorage("cpu") as made:
+            policy = make(kind, path=path, rank=1, config=own | {"dtype": Dtype.bfloat16})
         weights = packed(policy)
-        assert len(weights) == 4 * layers == sum(name.endswith(LINEARS) for name, _ in policy.module.named_modules())
+        assert len(weights) == in_layer * layers
         peaks[layers], numbers[layers] = made.peak, sum(weight.shape.numel() for weight in weights)
         assert sum(tensor.nbytes for weight in weights for tensor in weight.storage) <= most * numbers[layers]
         rest = sum(p.nbytes for p in policy.module.parameters() if p.is_floating_point())
@@ -213,7 +232,7 @@ def test_the_export_and_the_checkpoint_as_a_model_are_what_was_trained(kind, mak
 
 
 def test_a_checkpoint_of_whole_weights_is_packed_as_the_files_are(make, load_policy, base, tmp_path):
-    found = make(path=whole_checkpoint(tmp_path, base, load_policy))
+    found = make(path=whole_checkpoint(tmp_path, base, load_policy, {}))
     assert equal(codes(found), codes(make()))
     ours, theirs = (dict(one.module.named_parameters()) for one in (found, load_policy(base)))
     for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"):
@@ -221,7 +240,7 @@ def test_a_checkpoint_of_whole_weights_is_packed_as_the_files_are(make, load_pol
 
 
 def test_a_checkpoint_that_is_read_layer_by_layer_is_verified(make, load_policy, base, tmp_path):
-    saved = whole_checkpoint(tmp_path, base, load_policy)
+    saved = whole_checkpoint(tmp_path, base, load_policy, {})
     other = make(path=write_base(tmp_path / "other", num_hidden_layers=4)).chunks
     with pytest.raises(CheckpointError, match="does not fit the model: num_layers is 2 there and 4 here"):
         weights.load_weights(other, saved)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from aligner.commands.preflight.models import check_model
 from aligner.errors import CheckpointError, ModelFilesError
 from aligner.models.checkpoint.hf_weights import fp8, mxfp4
-from aligner.models.config import LoraConfig, LoraTarget, ModelConfig, Quantization
+from aligner.models.config import Implementation, LoraConfig, LoraTarget, ModelConfig, Quantization
 from aligner.models.modules.linear import linear_weight
 from aligner.models.weights import save_hf
 from aligner.run.settings import UsedModel
@@ -154,12 +154,14 @@ def in_fp8(tmp_path) -> Path:
     return directory
 
 
-def test_a_model_in_fp8_is_read_and_written_unquantised(in_fp8, topology, load_policy):
+@pytest.mark.parametrize("implementation", [Implementation.megatron, Implementation.transformers])
+def test_a_model_in_fp8_is_read_and_written_unquantised(implementation, in_fp8, topology, load_policy):
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     own = FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16))
     theirs = AutoModelForCausalLM.from_pretrained(in_fp8, dtype=torch.float32, quantization_config=own)
-    exported, expected = dict(load_policy(in_fp8).export_weights()), theirs.state_dict()
+    exported = dict(load_policy(in_fp8, config={"implementation": implementation}).export_weights())
+    expected = theirs.state_dict()
     assert exported.keys() == expected.keys() and all(torch.equal(exported[name].cpu(), tensor) for name, tensor in expected.items())
 
 
@@ -192,7 +194,8 @@ def in_four_bits(request, tmp_path) -> Path:
     return tmp_path / "packed"
 
 
-def test_a_model_in_four_bits_is_read_exactly(in_four_bits, topology, load_policy, tmp_path):
+@pytest.mark.parametrize("implementation", [Implementation.megatron, Implementation.transformers])
+def test_a_model_in_four_bits_is_read_exactly(implementation, in_four_bits, topology, load_policy, tmp_path):
     """And packed again without double quantization it has the same numbers, though the file has it."""
     from bitsandbytes.functional import dequantize_4bit
     from transformers import AutoModelForCausalLM
@@ -204,14 +207,15 @@ def test_a_model_in_four_bits_is_read_exactly(in_four_bits, topology, load_polic
         for name, one in theirs.named_parameters()
     }
     assert sum(state is not None for state in states.values()) == 14
-    policy = load_policy(in_four_bits)
+    own = {"implementation": implementation}
+    policy = load_policy(in_four_bits, config=own)
     exported = {name: one.clone() for name, one in policy.export_weights()}
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[name].bfloat16(), one) for name, one in expected.items())
     save_hf(policy.chunks, tmp_path / "export", writer=True)
     assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
     lora = LoraConfig(rank=2, targets=[LoraTarget.qkv])
-    again = dict(load_policy(in_four_bits, config={"quantization": Quantization.nf4, "lora": lora}).export_weights())
+    again = dict(load_policy(in_four_bits, config=own | {"quantization": Quantization.nf4, "lora": lora}).export_weights())
     assert all(torch.equal(again[name], one) for name, one in exported.items())
 
 
@@ -225,8 +229,9 @@ def test_four_bits_without_their_parts_are_refused(in_four_bits, topology, load_
         (f"{name}.nested_absmax", rf"no tensor named {name}\.nested_absmax, which the state of {name} expects"),
     ):
         save_file({key: one for key, one in tensors.items() if key != part}, file)
-        with pytest.raises(ModelFilesError, match=message):
-            load_policy(in_four_bits)
+        for implementation in (Implementation.megatron, Implementation.transformers):
+            with pytest.raises(ModelFilesError, match=message):
+                load_policy(in_four_bits, config={"implementation": implementation})
     save_file(tensors | {f"{name}.absmax": tensors[f"{name}.absmax"][1:].contiguous()}, file)
     with pytest.raises(ModelFilesError, match=rf"{name} has 127 scales for 8192 numbers in blocks of 64"):
         load_policy(in_four_bits)
@@ -254,18 +259,26 @@ def in_eight_bits(tmp_path) -> Path:
     return tmp_path / "packed"
 
 
-def test_a_model_in_eight_bits_is_read_exactly(in_eight_bits, topology, load_policy):
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        (Implementation.megatron, "decoder.layers.1.mlp.linear_fc2.weight"),
+        (Implementation.transformers, "hf.model.layers.1.mlp.down_proj.weight"),
+    ],
+)
+def test_a_model_in_eight_bits_is_read_exactly(implementation, name, in_eight_bits, topology, load_policy):
     """And packed again it has the very codes and scales of the file."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(in_eight_bits, dtype=torch.float32, device_map="cpu").dequantize()
-    policy = load_policy(in_eight_bits)
+    own = {"implementation": implementation}
+    policy = load_policy(in_eight_bits, config=own)
     exported = {name: one.clone() for name, one in policy.export_weights()}
     expected = dict(theirs.named_parameters())
     assert exported.keys() == expected.keys() and all(torch.equal(exported[name], one) for name, one in expected.items())
     lora = LoraConfig(rank=2, targets=[LoraTarget.qkv])
-    again = load_policy(in_eight_bits, config={"quantization": Quantization.int8, "lora": lora})
-    codes, scales = linear_weight(again.module.get_parameter("decoder.layers.1.mlp.linear_fc2.weight")).storage
+    again = load_policy(in_eight_bits, config=own | {"quantization": Quantization.int8, "lora": lora})
+    codes, scales = linear_weight(again.module.get_parameter(name)).storage
     stored, layer = load_file(in_eight_bits / "model.safetensors"), "model.layers.1.mlp.down_proj"
     assert torch.equal(codes, stored[f"{layer}.weight"]) and codes.unique().numel() > 100
     torch.testing.assert_close(scales[:, 0] * 127, stored[f"{layer}.SCB"], rtol=1e-6, atol=0)
