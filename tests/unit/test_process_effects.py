@@ -20,7 +20,8 @@ CALLS = set(
     random.seed resource.setrlimit signal.setitimer signal.signal sys.meta_path.insert sys.setprofile sys.setrecursionlimit sys.settrace
     threading.setprofile torch.cuda.manual_seed torch.cuda.manual_seed_all torch.cuda.set_device torch.cuda.set_rng_state
     torch.library.Library torch.manual_seed torch.set_default_device torch.set_default_dtype torch.set_float32_matmul_precision
-    torch.set_num_interop_threads torch.set_num_threads torch.set_rng_state torch.use_deterministic_algorithms warnings.filterwarnings
+    torch.set_num_interop_threads torch.set_num_threads torch.set_rng_state torch.use_deterministic_algorithms
+    transformers.quantizers.auto.register_quantizer warnings.filterwarnings
     warnings.simplefilter
     """.split()
 )
