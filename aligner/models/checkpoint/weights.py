@@ -380,7 +380,8 @@ def base_of(marker: Mapping[str, Any], directory: Path) -> Path:
 @torch.no_grad()
 def merge(chunk: Chunk, adapters: Mapping[str, Adapter], loaded: Mapping[str, Any]) -> None:
     """Merge adapters into a chunk's weights. `loaded`: the adapters' parameters, and any head's, by their names in the chunk."""
-    chunk.load_state_dict({name: tensor for name, tensor in loaded.items() if name.startswith(HEAD)}, strict=False)
+    if head := {name: tensor for name, tensor in loaded.items() if name.startswith(HEAD)}:
+        chunk.load_state_dict(head, strict=False)
     for layer, adapter in adapters.items():
         for own, parameter in adapter.named_parameters():
             parameter.copy_(loaded[f"{layer}{ADAPTER}{own}"])

@@ -101,10 +101,8 @@ class HFChunk(WholeChunk):
         """The `transformers` model, of which nothing that is to be packed is dense for longer than it takes to pack it."""
         where = f"{source or 'config'}"
         config = hf_config(self.architecture.hf, where)
-        self._made_by, self._fresh_from = (
-            auto_class(config, where),
-            None,
-        )  # whose numbers it has, while nothing changes them
+        self._made_by = auto_class(config, where)
+        self._fresh_from: Path | None = None  # whose numbers the module has, while nothing has changed them
         names = packed_linears(self.architecture, self.quantization) if self.quantization.is_on else []
         taken = {f"{name}.weight" for name in names}
 

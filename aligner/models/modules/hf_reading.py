@@ -16,6 +16,7 @@ from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.checkpoint.hf_weights import Numbers
 from aligner.models.config import HFArchitecture
 from aligner.models.families.own_modules import outline
+from aligner.models.modules.linear import linear_weight
 
 _NAME = "aligner"
 Take = Callable[[str, Tensor], Tensor]  # what a parameter with this name becomes, from its numbers
@@ -84,7 +85,10 @@ def from_files(
         raise ModelFilesError(f"{source}: transformers cannot load it: {error}") from error
     output = model.get_output_embeddings()
     unneeded = set() if needs_output else {name for name, parameter in model.named_parameters() if parameter is output.weight}
-    wrong = [*sorted(set(found["missing_keys"]) - unneeded), *(str(one[0]) for one in found["mismatched_keys"])]
+    shapes = {name: one.shape for name, one in outline(architecture).named_parameters()}
+    own = {name: linear_weight(one).shape for name, one in model.named_parameters()}
+    other = [name for name in shapes.keys() & own.keys() if shapes[name] != own[name]]  # transformers does not compare what is taken
+    wrong = [*sorted(set(found["missing_keys"]) - unneeded), *(str(one[0]) for one in found["mismatched_keys"]), *other]
     if wrong:
         raise ModelFilesError(f"{source}: {len(wrong)} tensors are missing or do not have the shape in the config, e.g. {wrong[:3]}")
     return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 from vision_models import write_seeing
 from vision_rows import Rows, plain, reference
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, ModelFilesError
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, Implementation, LoraConfig, LoraTarget, ModelConfig, Quantization, Recompute
@@ -186,6 +188,16 @@ def test_a_layer_whose_inputs_have_no_blocks_is_refused(make, tmp_path):
     with pytest.raises(ConfigError, match=r"model.quantization=nf4: model.layers.0.mlp.down_proj has 200 inputs: no multiple of 64.*int8"):
         make(Quantization.nf4, tmp_path)
     assert len(packed(make(Quantization.int8, tmp_path))) == 14
+
+
+def test_a_matrix_of_another_shape_than_the_config_makes_it_is_refused(make, base, tmp_path):
+    shutil.copytree(base, tmp_path / "other")
+    config = json.loads((base / "config.json").read_text()) | {"intermediate_size": 256}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelFilesError, match=r"tensors are missing or do not have the shape in the config, e.g. .*mlp\.(gate|up|down)_proj"
+    ):
+        make(Quantization.nf4, tmp_path / "other")
 
 
 @pytest.mark.parametrize(("kind", "nested"), [(Quantization.nf4, False), (Quantization.nf4, True), (Quantization.int8, False)])
