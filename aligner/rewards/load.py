@@ -12,8 +12,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from aligner.errors import AlignerError, ConfigError, UserCodeError
@@ -124,6 +125,13 @@ def _import_module(name: str, named: str) -> ModuleType:
         raise ConfigError(f"{named}: cannot import {name!r}: {raised(error)}") from error
 
 
+class _Source(SourceFileLoader):
+    """Compiles a file as it is: what Python keeps in the user's folder may be of a file of the same second and size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _import_file(location: str, named: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if not path.is_file():
@@ -132,7 +140,7 @@ def _import_file(location: str, named: str) -> ModuleType:
     name = f"{_MODULE}{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, path)
+    module_spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{named}: {path} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)

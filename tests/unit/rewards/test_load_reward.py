@@ -1,4 +1,5 @@
 import math
+import os
 import sys
 
 import pytest
@@ -31,6 +32,16 @@ def test_from_a_file_absolute_and_relative(file, monkeypatch):
     assert load_reward_function(f"{file}:reward")(["p"], ["r"], [None]) == [2.0]
     monkeypatch.chdir(file.parent)
     assert load_reward_function("mine.py:reward")(["p"], ["r"], [None]) == [2.0]
+
+
+def test_a_file_is_read_as_it_is_now(file, monkeypatch):
+    """Also if another one of the same second and size was loaded before, by any process."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for value in (2.0, 5.0):
+        file.write_text(file.read_text().replace("2.0", str(value)))
+        os.utime(file, (1, 1))
+        assert load_reward_function(f"{file}:reward")(["p"], ["r"], [None]) == [value]
+    assert not (file.parent / "__pycache__").exists()
 
 
 def test_files_of_one_name_are_two_modules(file, tmp_path):
