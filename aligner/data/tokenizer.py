@@ -6,10 +6,10 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _SAMPLES = ("hello world, how are you", "def fib(n):\n    if n < 2:\n        return n", "12 + 345 = 357; caf\u00e9, \u4f60\u597d")
 
 
+def _decoder(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """What makes a text of ids, with all spaces. On few ids the way through the class takes three times as long."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    own = type(backend)
+    if backend.is_fast and (own.decode, own._decode) == (PreTrainedTokenizerBase.decode, PreTrainedTokenizerFast._decode):
+        return partial(backend.backend_tokenizer.decode, skip_special_tokens=False)
+    return partial(backend.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 class Tokenizer:
     """A Hugging Face tokenizer. `bos_id` may be None; `eos_id` always exists; `pad_id` is the end token if none is defined."""
 
@@ -44,7 +54,7 @@ class Tokenizer:
         self.pad_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
         self.end_ids = tuple(dict.fromkeys([self.eos_id, *ends]))  # they end a response; the first one also ends training data
         self.vocab_size: int = len(backend)
-        self._backend = backend
+        self._backend, self._text_of = backend, _decoder(backend)
         self._tools: Tools = ()
         self.vision: Vision | None = None
         found = backend.chat_template or {}
@@ -183,7 +193,7 @@ class Tokenizer:
         ids, left_out = list(ids), {self.pad_id, *self.end_ids}
         if skip_special:
             ids = [token for token in ids[ids[:1] == [self.bos_id] :] if token not in left_out]
-        return self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._text_of(ids)
 
     def has_special(self, ids: Sequence[int]) -> bool:
         return self._backend.decode(list(ids), skip_special_tokens=True) != self._backend.decode(list(ids), skip_special_tokens=False)

@@ -238,28 +238,30 @@ class Endpoint(HttpThread):
             answer = web.StreamResponse(headers=_headers(generation.version) | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
             answer.content_type, answer.charset = "text/event-stream", "utf-8"
             await answer.prepare(request)
+            ready = b""
             try:
                 async for event in interface.stream(generation):
-                    await _send(request, answer, event, named=interface.named)
+                    ready += _event(event, named=interface.named)
+                    if generation.is_growing:  # else nothing is waited for any more: one write has the rest
+                        await _write(request, answer.write, ready)
+                        ready = b""
             except Refusal as error:  # too late for a status
-                failure = _error(request.path, error.status, str(error))
-                await _send(request, answer, {"type": "error", **failure}, named=interface.named)
+                ready += _event({"type": "error", **_error(request.path, error.status, str(error))}, named=interface.named)
             else:
-                if not interface.named:
-                    await _write(request, answer, b"data: [DONE]\n\n")
-            await answer.write_eof()
+                ready += b"" if interface.named else b"data: [DONE]\n\n"
+            await _write(request, answer.write_eof, ready)
             return answer
 
 
-async def _send(request: web.Request, answer: web.StreamResponse, event: dict[str, Any], *, named: bool) -> None:
+def _event(event: dict[str, Any], *, named: bool) -> bytes:
     name = f"event: {event['type']}\n" if named else ""
-    await _write(request, answer, f"{name}data: {_encoded(event)}\n\n".encode())
+    return f"{name}data: {_encoded(event)}\n\n".encode()
 
 
-async def _write(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:
+async def _write(request: web.Request, write: Callable[[bytes], Awaitable[None]], data: bytes) -> None:
     """Raises TimeoutError for a client that does not read; a watch over every event would cost more than the event."""
     takes_all = request.transport is not None and not request.transport.get_write_buffer_size() and len(data) < LARGE_BYTES // 4
-    await (answer.write(data) if takes_all else asyncio.wait_for(answer.write(data), WRITE_SECONDS))
+    await (write(data) if takes_all else asyncio.wait_for(write(data), WRITE_SECONDS))
 
 
 def _error(path: str, status: int, message: str, parameter: str | None = None) -> dict[str, Any]:

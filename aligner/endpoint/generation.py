@@ -29,7 +29,7 @@ from aligner.servers.gateway import Refusal
 T = TypeVar("T")
 RETRY = {"Retry-After": "1"}
 TURN_SECONDS, LONGEST_TURN = 0.04, 0.2  # tokens that the engine gives a stream within a turn are one event
-WORK_SHARE = 10  # of a turn: the event loop's work, times this, is the least that is left to the engine's thread
+WORK_SHARE = 40  # of a turn: the event loop's work, times this, is the least that is left to the engine's thread
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -136,6 +136,7 @@ class Generation:
     session: str = ""
     choices: list[Choice] = field(default_factory=list)
     _has_grown: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_due: bool = False  # whether the event loop is going to look at the responses
     _error: BaseException | None = None
 
     _unseeded = itertools.count()
@@ -187,7 +188,14 @@ class Generation:
         choice.ids += ids
         choice.tops += tops
         choice.logprobs += logprobs
-        self.inbox.put(self._has_grown.set, at_once=is_first)
+        if is_first or not self._is_due:
+            self._is_due = True
+            self.inbox.put(self._grown, at_once=is_first)
+
+    def _grown(self) -> None:
+        """In the event loop."""
+        self._is_due = False  # before the responses are looked at: what comes from here on is told again
+        self._has_grown.set()
 
     def _ended(self, choice: Choice) -> None:
         """In the event loop, also if the client has gone."""
@@ -245,6 +253,10 @@ class Generation:
                 yield Edge.grow, number, piece
         if whole.kind:
             yield Edge.end, number, whole
+
+    @property
+    def is_growing(self) -> bool:
+        return any(choice.result is None for choice in self.choices)
 
     @property
     def version(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 import math
 import secrets
@@ -36,6 +37,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole numb
 _SEEDS = range(-(1 << 63), 1 << 63)
 _IGNORED = frozenset({"model", "user", "metadata", "safety_identifier", "service_tier"})
 _IGNORED |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
+_STARTED, _COUNT = secrets.token_hex(8), itertools.count()  # of this process: of responses' names
 _RANGES = {"temperature": (0.001, 1000.0), "repetition_penalty": (0.001, 1000.0)}  # the engine divides by them
 
 Score = Callable[[Sequence[Sequence[int]], int], tuple[list[list[float]], list[list[Likeliest]]]]
@@ -137,7 +139,7 @@ class Ask:
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     messages: Sequence[Mapping[str, Any]] | None = None
     given: Mapping[str, Any] = field(default_factory=dict)  # fields that the answer repeats
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    id: str = field(default_factory=lambda: f"{_STARTED}{next(_COUNT):08x}")
     created: int = field(default_factory=lambda: int(time.time()))
 
 
