@@ -81,7 +81,7 @@ class Targets:
     """What programs aim at: files of the user that they run as, a process of that user, sockets; `harm` is what was done to them."""
 
     def __init__(self, place: Path, uid: int) -> None:
-        self.file, self.place = place / "secret", place
+        self.file, self.place, self.uid = place / "secret", place, uid
         self.file.write_text("do not tell")
         with contextlib.suppress(OSError):  # tmpfs has none before Linux 6.6
             os.setxattr(self.file, "user.mine", b"1")
@@ -120,7 +120,8 @@ class Targets:
                 os.listxattr(path),
             ]
         limits = Path(f"/proc/{pid}/limits").read_text()
-        shared = Path("/proc/sysvipc/shm").read_text().count("\n") + Path("/proc/sysvipc/msg").read_text().count("\n")
+        kinds = [Path(f"/proc/sysvipc/{kind}").read_text().splitlines() for kind in ("shm", "msg")]
+        shared = sum(line.split()[title.split().index("cuid")] == str(self.uid) for title, *lines in kinds for line in lines)
         seen |= {"names": sorted(os.listdir(self.place)), "alive": self.process.poll() is None, "shared": shared, "limits": limits}
         seen |= {"nice": os.getpriority(os.PRIO_PROCESS, pid), "cores": sorted(os.sched_getaffinity(pid)), "connections": 0}
         for one in (self.tcp, self.unix):
