@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,13 +103,16 @@ class Numbers:
                 raise ModelFilesError(f"{self.directory}: {order} is {int(self._read(order, None))}; allowed: 0, numbers in rows")
             return eight_bits(self._read(name, None), self._read(layer + BITS8_SCALES, None))
         if self.tensors[name].dtype == FP8:
-            quantization = read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}
-            rows, columns = quantization.get("weight_block_size") or (1, 1)
             try:
-                return fp8(self._read(name, None), self._read(name + FP8_SCALES, None), (rows, columns))
+                return fp8(self._read(name, None), self._read(name + FP8_SCALES, None), self._fp8_block)
             except ValueError as error:
                 raise ModelFilesError(f"{self.directory}: {name} {error}") from error
         return self._read(name, part)
+
+    @cached_property
+    def _fp8_block(self) -> tuple[int, int]:
+        rows, columns = (read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}).get("weight_block_size") or (1, 1)
+        return rows, columns
 
     def _four_bits(self, stored: str) -> Tensor:
         """The numbers of a tensor in four bits, float32. With double quantization its scales are codes, too. Raises ModelFilesError."""
