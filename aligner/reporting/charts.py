@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from statistics import fmean
 from typing import Any, Literal
 
@@ -24,7 +25,9 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # 
 GREY, FAINT = "#7a818e", "#7a818e40"  # of texts and lines, on light and on dark ground
 MAX_POINTS = 480  # of a line
 MAX_BARS = 60  # of the steps in a timeline; more are means of equal stretches
-TRACED_STEPS, MAX_SPANS = 3, 2000  # of a timeline: the last steps, and of their spans the longest
+TRACED_STEPS = 3  # of a run, whose spans are shown
+MAX_SPANS, MAX_ROWS = 2000, 40  # spans that are shown, the longest ones; rows of a component
+POINTED = 50  # places of a timeline at which a span tells its figures
 _DASHES = ("solid", "dashed", "dotted")
 _FEW = 40  # points that are drawn as dots too
 MORE, TIMES = "more", "timeline"  # groups
@@ -153,13 +156,14 @@ def group_of(metric: str) -> str:
 
 def times(records: Sequence[StepMetrics], spans: Sequence[Span]) -> list[Panel]:
     """Where the time goes: the phases of each step, and what each component's lanes did in the last steps, as far as a run has them."""
-    return [panel for panel in (timeline(records), *([trace(spans)] if spans else [])) if panel.option["series"]]
+    traced = trace(last_steps(spans, TRACED_STEPS), f"what ran when in the last {TRACED_STEPS} steps, seconds")
+    return [panel for panel in (timeline(records), traced) if panel.option["series"]]
 
 
-def trace(spans: Sequence[Span]) -> Panel:
-    """What each lane of each component did when, in the last steps."""
-    option = _gantt(last_steps(spans, TRACED_STEPS))
-    title = f"what ran when in the last {TRACED_STEPS} steps, seconds"
+def trace(spans: Sequence[Span], title: str) -> Panel:
+    """What each lane of each component did when, from the first span on."""
+    option = _gantt(spans)
+    title += f" ({len(spans) - MAX_SPANS:,} short spans are not drawn)" if len(spans) > MAX_SPANS else ""
     return Panel(title=title, group=TIMES, option=option, height=120 + 20 * len(option["yAxis"]["data"]))
 
 
@@ -343,22 +347,35 @@ def _marked(findings: Sequence[Finding], places: Mapping[int, float]) -> dict[st
 def _gantt(spans: Sequence[Span]) -> dict[str, Any]:
     """A thick line for each span, in a row for each lane; a colour for each name, short spans over those that hold them."""
     longest = sorted(spans, key=lambda span: -span.seconds)[:MAX_SPANS]
-    zero = min(span.start for span in longest)
+    zero = min((span.start for span in longest), default=0.0)
+    whole = max((span.end for span in longest), default=0.0) - zero
     lanes: list[str] = []
-    by_name: dict[str, list[list[Any]]] = {}
-    for row in rows(sorted(longest, key=lambda span: span.component)):
-        lanes.append(f"{row.component} {row.title}")
-        for span in row.spans:
-            begin, seconds = round(span.start - zero, 4), round(span.seconds, 4)
-            by_name.setdefault(span.name, []).extend(
-                [[begin, lanes[-1], seconds], [round(begin + seconds, 4), lanes[-1], seconds], [None] * 3]
-            )
+    by_name: dict[str, list[Any]] = {}
+    for component, own in groupby(rows(sorted(longest, key=lambda span: span.component)), key=lambda row: row.component):
+        all_rows = list(own)
+        for row in all_rows[:MAX_ROWS]:
+            lanes.append(f"{component} {row.title}")
+            for span in row.spans:
+                by_name.setdefault(span.name, []).extend([*_places(span, zero, whole, lanes[-1]), [None] * 4])
+        if len(all_rows) > MAX_ROWS:
+            lanes.append(f"{component}: {len(all_rows) - MAX_ROWS} rows more")
+    told = {span.name for span in longest if span.arguments}
     series = [
-        {"name": name, "type": "line", "data": data, "symbol": "rect", "symbolSize": [2, 12], "lineStyle": {"width": 12, "cap": "butt"}}
-        | {"dimensions": ["start", "lane", "seconds"], "encode": {"x": 0, "y": 1, "tooltip": [2]}}
-        for name, data in sorted(by_name.items(), key=lambda one: -max(point[2] or 0.0 for point in one[1]))
+        {"name": name, "type": "line", "data": by_name[name], "symbol": "rect", "symbolSize": [2, 12]}
+        | {"lineStyle": {"width": 12, "cap": "butt"}, "dimensions": ["start", "lane", "seconds", "of"]}
+        | {"encode": {"x": 0, "y": 1, "tooltip": [2, 3] if name in told else [2]}}
+        for name in dict.fromkeys(span.name for span in longest)
+        if name in by_name
     ]
     option = _option(series, "seconds", "value")
     option["yAxis"] |= {"type": "category", "data": lanes, "inverse": True, "axisLabel": {"color": GREY, "interval": 0}}
     option["tooltip"] |= {"trigger": "item"}
     return option
+
+
+def _places(span: Span, zero: float, whole: float, lane: str) -> list[Any]:
+    """The points of a span's line: its ends and, where a pointer finds a long one, some between."""
+    parts = max(1, int(POINTED * span.seconds / whole)) if whole else 1
+    told = ", ".join(f"{name} {f'{value:.3g}' if isinstance(value, float) else value}" for name, value in span.arguments.items())
+    points = [[round(span.start - zero + span.seconds * part / parts, 4), lane, round(span.seconds, 4), told] for part in range(parts + 1)]
+    return [points[0], *({"value": point, "symbolSize": [16, 12], "itemStyle": {"opacity": 0}} for point in points[1:-1]), points[-1]]

@@ -5,13 +5,19 @@ Jinja2 escapes everything that models, data and configs wrote: a response that i
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from aligner.errors import AlignerError, describe_os_error
 from aligner.files import publish
+from aligner.reporting.charts import Panel
 from aligner.reporting.formats import number
 
 
@@ -28,6 +34,20 @@ def render_page(template: str, **values: Any) -> str:
     )
     environment.filters["number"] = number
     return environment.get_template(template).render(values)
+
+
+def drawing(charts: Sequence[Panel]) -> dict[str, Any]:
+    """The values with which a page that includes templates/charts.html draws these."""
+    (library, of_library), (program, of_program) = (_script(name) for name in ("echarts.common.min.js", "charts.js"))
+    options = [panel.option for panel in charts]
+    return {"options": options, "allowed": Markup(f"{of_library} {of_program}"), "library": library, "program": program}
+
+
+def _script(name: str) -> tuple[Markup, Markup]:
+    """A file of static/ as it is, and as the page's policy names what may run."""
+    text = (files("aligner.reporting") / "static" / name).read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return Markup(text), Markup(f"'sha256-{digest}'")
 
 
 def publish_text(path: Path, text: str, what: str, use: str = "") -> None:

@@ -5,16 +5,11 @@ templates/report.html is the page, static/ has what draws its charts.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup
 
 from aligner.data.vision import ImageStore, thumbnail
 from aligner.errors import DataError
@@ -25,7 +20,7 @@ from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.evaluations import COLUMNS, read_evaluations
 from aligner.reporting.formats import Column
 from aligner.reporting.jsonl import StepMetrics
-from aligner.reporting.pages import render_page
+from aligner.reporting.pages import drawing, render_page
 from aligner.reporting.rollout_table import cell
 from aligner.reporting.run_view import RunView, Samples
 from aligner.reporting.summary import cells, heading
@@ -93,7 +88,6 @@ def render(runs: Sequence[Reported], columns: Sequence[Column]) -> str:
     groups = {name: list(own) for name, own in groupby(enumerate(charts), key=lambda one: one[1].group)}
     samples = _samples(runs)
     stores = [run.images for run in runs if run.images is not None]
-    (library, of_library), (program, of_program) = (_script(name) for name in ("echarts.common.min.js", "report.js"))
     seen = _asked([own for _, own in samples])
     return render_page(
         "report.html",
@@ -107,10 +101,7 @@ def render(runs: Sequence[Reported], columns: Sequence[Column]) -> str:
         columns=[title for title, _ in samples],
         asked=[(prompt, [(digest, image_of(stores, digest)) for digest in images], rows) for prompt, images, rows in seen],
         thumbnail_pixels=THUMBNAIL_PIXELS,
-        options=[panel.option for panel in charts],
-        allowed=Markup(f"{of_library} {of_program}"),
-        library=library,
-        program=program,
+        **drawing(charts),
     )
 
 
@@ -182,10 +173,3 @@ def image_of(stores: Sequence[ImageStore], digest: str) -> str:
         except DataError:
             continue
     return ""
-
-
-def _script(name: str) -> tuple[Markup, Markup]:
-    """A file of static/ as it is, and as the page's policy names what may run."""
-    text = (files("aligner.reporting") / "static" / name).read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return Markup(text), Markup(f"'sha256-{digest}'")

@@ -97,7 +97,8 @@ def _check(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _planned(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     from aligner.commands.plan.command import load, plan_config
-    from aligner.planner.report import listed, seconds
+    from aligner.commands.plan.outputs import memory_chart
+    from aligner.planner.report import fullest, listed, seconds
 
     settings: Any = load(config, overrides)
     job = plan_config(config, settings)
@@ -106,25 +107,8 @@ def _planned(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     if math.isfinite(whole):
         hours = f"{nodes * whole / 3600:,.2f} node hours on {nodes} of its nodes"
         lines.append(f"All {settings.loop.max_steps} steps take {seconds(whole)}: {hours}.")
-    return {"problems": list(job.problems), "lines": lines, "panels": [asdict(_memory(plan)) for plan in job.components]}
-
-
-def _memory(plan: Any) -> Any:
-    """A chart of the memory of a component's fullest rank, by phase and what holds it, against the limit."""
-    from aligner.planner.report import COLUMNS, describe, fullest, gib
-    from aligner.planner.workload import GIB
-    from aligner.reporting.charts import bars
-
-    moments = [fullest(plan, phase) for phase in plan.component.work.phases]
-    columns = {name: [round(sum(one.parts.get(part, 0) for part in parts) / GIB, 4) for one in moments] for name, parts in COLUMNS.items()}
-    name, limit = f"{plan.component.name} on {plan.component.num_ranks} ranks ({describe(plan.component)})", plan.limit / GIB
-    title = f"memory of {name}: {gib(plan.peak.total)} of {gib(plan.limit)} GiB at its peak"
-    held = {column: sizes for column, sizes in columns.items() if any(sizes)}
-    found = bars(title, [one.phase.value for one in moments], held, "GiB", stack="memory")
-    line = {"symbol": "none", "lineStyle": {"color": "#dc2626"}, "label": {"formatter": "limit", "color": "#dc2626"}}
-    found.option["series"].append({"type": "bar", "stack": "memory", "data": [], "markLine": line | {"data": [{"xAxis": limit}]}})
-    found.option["xAxis"]["max"] = round(max(limit, plan.peak.total / GIB) * 1.02, 1)
-    return found
+    charts = [memory_chart(plan, [fullest(plan, phase) for phase in plan.component.work.phases]) for plan in job.components]
+    return {"problems": list(job.problems), "lines": lines, "panels": list(map(asdict, charts))}
 
 
 def _preview(config: str, overrides: Sequence[str]) -> dict[str, Any]:

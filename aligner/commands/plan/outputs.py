@@ -1,14 +1,9 @@
-"""What `aligner plan` writes and shows besides its tables: `--html`, `--trace`, `--against`, `--explain`.
-
-The page shows memory by phase and stage, the timeline of one step, and the figures of both as a table; its template is
-aligner/reporting/templates/plan.html. All coordinates are pixels.
-"""
+"""What `aligner plan` writes and shows besides its tables: `--html`, `--trace`, `--against`, `--explain`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -19,19 +14,16 @@ from aligner.errors import ConfigError
 from aligner.models.config import Recompute
 from aligner.planner import report
 from aligner.planner.estimate import ComponentPlan
-from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, listed, seconds
+from aligner.planner.memory import PhaseMemory
+from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, gib, listed, seconds
 from aligner.planner.workload import GIB, Phase
-from aligner.reporting.pages import publish_text, render_page
-from aligner.telemetry.spans import Row, Span, chrome_trace, rows
+from aligner.reporting.charts import Panel, bars, trace
+from aligner.reporting.pages import drawing, publish_text, render_page
+from aligner.telemetry.spans import Span, chrome_trace
 
 LENGTHS = ("plan.response_length=", "plan.prompt_length=", "plan.example_length=", "plan.lengths_of=")
-MOST_ROWS = 40  # rows of a component in the timeline
-MOST_SPANS = 6000  # drawn spans, the longest ones
-NUM_COLOURS = 8  # colours of the page's style; further kinds are grey
-WIDTH, LEFT, RIGHT = 1080, 190, 1000  # width of a chart, and bounds of its bars
 SHOWN = 6  # causes, and changes, of --explain
 NOTICEABLE = 0.99  # of a step: a change that shortens it less is not shown
-BAR, GAP = 14, 4  # height of a row, and the space between two
 
 
 def write_outputs(job: report.JobPlan, options: PlanOptions) -> None:
@@ -56,135 +48,34 @@ def config_and_overrides(config: str, overrides: Sequence[str], against: Path | 
     return config or str(against), tuple(overrides)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Box:
-    """A rectangle with a title for the pointer."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    colour: int
-    title: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Label:
-    """A text beside a row; a heading is above the rows of a component."""
-
-    y: float
-    text: str
-    end: str = ""  # shown behind the row
-    is_heading: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """`marks` are lines from top to bottom, (x, label)."""
-
-    caption: str
-    note: str
-    height: float
-    boxes: Sequence[Box]
-    labels: Sequence[Label]
-    marks: Sequence[tuple[float, str]]
-
-
 def report_html(job: JobPlan, spans: Sequence[Span]) -> str:
-    """The page of a plan. `spans` are those of one step, on any clock; they are drawn from the first one's start."""
-    names = list(dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.start)))
+    """The page of a plan: memory by phase and stage, the timeline of one step, and the figures of both as a table. `spans` are those of the
+    step, on any clock."""
+    timeline = trace(spans, "what runs when, seconds")
+    charts = [timeline, *(memory_chart(plan, plan.memory) for plan in job.components)]
     return render_page(
         "plan.html",
-        width=WIDTH,
-        left=LEFT,
-        right=RIGHT,
         name=job.name,
         heading=f"{job.num_ranks} ranks, {job.cluster.gpus_per_node} to a node of {job.cluster.gpu_memory_gib:g} GiB each",
         step=seconds(job.step_seconds),
         problems=job.problems,
-        memory=[memory_chart(plan) for plan in job.components],
-        kinds=[(name, colour_of(number)) for number, name in enumerate(COLUMNS)],
-        timeline=timeline(spans, names),
-        names=[(name, colour_of(number)) for number, name in enumerate(names)],
+        charts=list(enumerate(charts)),
         table=list(_table(job)),
+        **drawing(charts),
     )
 
 
-def colour_of(number: int) -> int:
-    """Of the page's colours."""
-    return min(number, NUM_COLOURS)
-
-
-def memory_chart(plan: ComponentPlan) -> Chart:
-    """A bar for every phase and pipeline stage: a rank's memory at the fullest moment, and its limit."""
-    most = max(plan.limit, max(moment.total for moment in plan.memory))
-    boxes, labels = [], []
-    for number, moment in enumerate(plan.memory):
-        y, x = number * (BAR + GAP), float(LEFT)
-        for colour, (kind, parts) in enumerate(COLUMNS.items()):
-            size = sum(moment.parts.get(part, 0) for part in parts)
-            width = size / most * (RIGHT - LEFT)
-            if width:
-                title = f"{kind}: {size / GIB:.2f} GiB in {moment.phase.value} on stage {moment.stage}"
-                boxes.append(Box(x=x, y=y, width=width, height=BAR, colour=colour_of(colour), title=title))
-            x += width
-        labels.append(Label(y=y, text=f"{moment.phase.value}, stage {moment.stage}", end=f"{moment.total / GIB:.1f} GiB"))
-    return Chart(
-        caption=plan.component.name,
-        note=describe(plan.component),
-        height=len(plan.memory) * (BAR + GAP),
-        boxes=boxes,
-        labels=labels,
-        marks=[(LEFT + plan.limit / most * (RIGHT - LEFT), f"{plan.limit / GIB:.1f} GiB")],
-    )
-
-
-def timeline(spans: Sequence[Span], names: Sequence[str]) -> Chart:
-    """One row for every lane of every component, more where its spans overlap; `names` give the colours."""
-    begin = min((span.start for span in spans), default=0.0)
-    length = max((span.end for span in spans), default=begin) - begin or 1.0
-    drawn = set(map(id, sorted(spans, key=lambda span: -span.seconds)[:MOST_SPANS]))
-    colours = {name: colour_of(number) for number, name in enumerate(names)}
-    boxes, labels, y = [], [], 0.0
-    for component, own in groupby(rows(spans), key=lambda row: row.component):
-        all_rows = list(own)
-        hidden = len(all_rows) - MOST_ROWS
-        labels.append(Label(y=y, text=component + (f" (and {hidden} rows more)" if hidden > 0 else ""), is_heading=True))
-        y += BAR + GAP
-        for row in all_rows[:MOST_ROWS]:
-            labels.append(Label(y=y, text=row.title))
-            for span, depth in _nested(row):
-                if id(span) in drawn:
-                    x, width = LEFT + (span.start - begin) / length * (RIGHT - LEFT), span.seconds / length * (RIGHT - LEFT)
-                    inset = min(2 * depth, BAR // 2)
-                    title = _title(span, begin)
-                    boxes.append(Box(x=x, y=y + inset, width=width, height=BAR - inset, colour=colours[span.name], title=title))
-            y += BAR + GAP
-    left_out = len(spans) - len(drawn)
-    return Chart(
-        caption="one step",
-        note=f"{left_out:,} short spans are not drawn" if left_out else "",
-        height=y,
-        boxes=boxes,
-        labels=labels,
-        marks=[(LEFT + part / 4 * (RIGHT - LEFT), seconds(part / 4 * length)) for part in range(5)],
-    )
-
-
-def _nested(row: Row) -> Iterator[tuple[Span, int]]:
-    """The row's spans, each with the number of spans around it."""
-    around: list[float] = []
-    for span in row.spans:
-        while around and around[-1] <= span.start:
-            around.pop()
-        yield span, len(around)
-        around.append(span.end)
-
-
-def _title(span: Span, begin: float) -> str:
-    shown = (f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in span.arguments.items())
-    arguments = ", ".join(shown)
-    return f"{span.name}: {seconds(span.seconds)}, from {seconds(span.start - begin)}" + (f" ({arguments})" if arguments else "")
+def memory_chart(plan: ComponentPlan, moments: Sequence[PhaseMemory]) -> Panel:
+    """What holds the memory of a component's ranks in these moments, against the limit."""
+    held = {name: [round(sum(one.parts.get(part, 0) for part in parts) / GIB, 4) for one in moments] for name, parts in COLUMNS.items()}
+    name, limit = f"{plan.component.name} on {plan.component.num_ranks} ranks ({describe(plan.component)})", plan.limit / GIB
+    title = f"memory of {name}: {gib(plan.peak.total)} of {gib(plan.limit)} GiB at its peak"
+    shown = {kind: sizes for kind, sizes in held.items() if any(sizes)}
+    found = bars(title, [f"{one.phase.value}, stage {one.stage}" for one in moments], shown, "GiB", stack="memory")
+    line = {"symbol": "none", "lineStyle": {"color": "#dc2626"}, "label": {"formatter": "limit", "color": "#dc2626"}}
+    found.option["series"].append({"type": "bar", "stack": "memory", "data": [], "markLine": line | {"data": [{"xAxis": limit}]}})
+    found.option["xAxis"]["max"] = round(max(limit, plan.peak.total / GIB) * 1.02, 1)
+    return found
 
 
 def _table(job: JobPlan) -> Iterator[tuple[str, ...]]:

@@ -3,91 +3,69 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from statistics import mean
 
 import pytest
+from browser import chromium
 from rich.console import Console
+from selenium.webdriver import ActionChains
+from selenium.webdriver.support.ui import WebDriverWait
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from planned import SECONDS, SPANS, planned_ppo
+from planned import SPANS, planned_ppo
 
 from aligner.commands import against
 from aligner.commands.parts import PlanOptions
 from aligner.commands.plan import command as plan
 from aligner.commands.plan import outputs
-from aligner.commands.plan.outputs import MOST_ROWS, MOST_SPANS, config_and_overrides, report_html, timeline, write_outputs
+from aligner.commands.plan.outputs import config_and_overrides, report_html, write_outputs
 from aligner.errors import ConfigError, DataError
 from aligner.planner.memory import PhaseMemory
 from aligner.planner.report import JobPlan
 from aligner.planner.workload import GIB, ResponseLengths
 from aligner.settings.compose import to_yaml
-from aligner.telemetry.spans import Span
-
-VOID = {"meta", "rect", "line", "br", "polyline"}
-
-
-class Page(HTMLParser):
-    """Counts elements, and refuses a page whose elements are not closed in order, or that loads anything."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        assert not {name for name, _ in attrs} & {"src", "href", "onload", "onclick"} and tag not in ("script", "link", "img", "iframe")
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data.strip())
 
 
 def test_the_page_of_a_plan():
     job = planned_ppo(problems=("actor: too much <b>",))
     text = report_html(job, job.run.spans)
-    page = Page(text)
-    assert "http" not in text.replace("http-equiv", "") and "prefers-color-scheme: dark" in text and "@import" not in text
-    assert "ppo <8b>" in page.texts and "does not fit: actor: too much <b>" in page.texts  # shown, not run
-    boxes = [attributes for tag, attributes in page.elements if tag == "rect" and attributes["class"] and "x" in attributes]
-    memory = sum(1 + (stage == 1) for own in SECONDS.values() for _ in own for stage in range(2))
-    assert len(boxes) == 7 + memory  # phases; weights, and on one stage of two the cache
-    assert all(190 <= float(box["x"]) and float(box["x"]) + float(box["width"]) <= 1000.5 for box in boxes)
-    widths = sorted(float(box["width"]) for box in boxes[:7])
-    assert widths == pytest.approx(sorted(810 * span.seconds / 20 for span in SPANS), abs=0.02)
-    assert {"train, stage 1", "5.0 GiB", "8.0 GiB", "20 s"} <= set(page.texts)
-    rows = sum(tag == "tr" for tag, _ in page.elements)
-    assert rows == 1 + 7 and "62%" in page.texts  # 5 of 8 GiB
+    assert "<h1>ppo &lt;8b&gt;</h1>" in text and "does not fit: actor: too much &lt;b&gt;" in text  # shown, not run
+    options = json.loads(re.search(r'id="options">(.*?)</script>', text)[1])
+    assert len(options) == 4 and text.count('class="chart"') == 4
+    timeline, actor, *_ = options
+    lines = {
+        line["name"]: [point for point in line["data"] if isinstance(point, list) and point[0] is not None] for line in timeline["series"]
+    }
+    ends = {
+        (name, lane, begin, end) for name, own in lines.items() for (begin, lane, *_), (end, *_) in zip(own[::2], own[1::2], strict=True)
+    }
+    assert ends == {(span.name, f"{span.component} {span.lane}", span.start, span.end) for span in SPANS}
+    assert timeline["yAxis"]["data"] == ["actor rank 0", "critic rank 0", "reward rank 0"]
+    held = {one["name"]: one["data"] for one in actor["series"] if one["data"]}
+    assert held == {"weights": [1, 1, 2, 2, 3, 3, 4, 4], "engine": [0, 1] * 4} and actor["yAxis"]["data"][-1] == "train, stage 1"
+    assert actor["series"][-1]["markLine"]["data"] == [{"xAxis": 8.0}]
+    assert text.count("<tr>") == 1 + 7 and ">62%</td>" in text  # 5 of 8 GiB
 
 
-def test_a_timeline_stays_small():
-    spans = [Span("response", "actor", f"replica {number % 60}", number * 0.01, 0.011 + number * 1e-6) for number in range(7000)]
-    chart = timeline(spans, ["response"])
-    assert len([label for label in chart.labels if not label.is_heading]) == MOST_ROWS
-    assert len(chart.boxes) <= MOST_SPANS and chart.note == "1,000 short spans are not drawn"
-    heading = next(label for label in chart.labels if label.is_heading)
-    assert heading.text == "actor (and 20 rows more)"
-    nested = timeline([Span("step", "actor", "rank 0", 5.0, 2.0), Span("train", "actor", "rank 0", 6.0, 1.0)], ["step", "train"])
-    assert [(box.x, box.width, box.height) for box in nested.boxes] == [(190, 810, 14), (595, 405, 12)]
-    assert timeline([], []).boxes == []
+@pytest.mark.browser
+def test_its_charts_are_drawn(tmp_path: Path):
+    page = tmp_path / "plan.html"
+    page.write_text(report_html(planned_ppo(), (replace(SPANS[0], arguments={"tokens": 9}), *SPANS[1:])))
+    with chromium(height=2000) as browser:
+        browser.get(page.as_uri())
+        WebDriverWait(browser, 20).until(lambda driver: len(driver.find_elements("css selector", ".chart canvas")) == 4)
+        x, y = browser.execute_script("return drawn.get(0).convertToPixel({seriesIndex: 1}, [4.8, 'actor rank 0'])")
+        timeline = browser.find_element("css selector", ".chart")
+        x, y = round(x - timeline.rect["width"] / 2), round(y - timeline.rect["height"] / 2)
+        ActionChains(browser).move_to_element_with_offset(timeline, x, y).perform()
+        told = WebDriverWait(browser, 20).until(lambda driver: driver.execute_script("return document.querySelector('.chart').innerText"))
+        assert told.split("\n") == ["generate", "actor rank 0", "seconds", "10", "of", "tokens 9"] and not browser.get_log("browser")
 
 
 def write_run(folder: Path, *, steps: int = 4, with_trace: bool = True) -> Path:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from aligner.reporting.charts import MORE, Panel, bars, panels, timeline, trace
+from aligner.reporting.charts import MAX_ROWS, MAX_SPANS, MORE, Panel, bars, panels, timeline, trace
 from aligner.reporting.diagnosis import Finding
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.jsonl import StepMetrics
@@ -159,11 +159,21 @@ def test_bars_are_side_by_side_or_one_on_the_other() -> None:
 def test_spans_are_a_row_for_each_lane():
     spans = [
         Span("train", "actor", "rank 0", 100.5, 1.0),
-        Span("step", "actor", "rank 0", 100.0, 2.0),
+        Span("step", "actor", "rank 0", 100.0, 2.0, {"step": 3}),
         Span("train", "critic", "rank 0", 101.0, 0.5),
     ]
-    option = trace(spans).option
+    option = trace(spans, "title").option
     assert option["yAxis"]["data"] == ["actor rank 0", "critic rank 0"]
     assert [line["name"] for line in option["series"]] == ["step", "train"]  # the short ones over the long ones
-    assert points(option["series"][0])[:2] == [[0.0, "actor rank 0", 2.0], [2.0, "actor rank 0", 2.0]]
+    drawn = [point for point in option["series"][0]["data"] if isinstance(point, list)]  # others are only found by a pointer
+    assert drawn == [[0.0, "actor rank 0", 2.0, "step 3"], [2.0, "actor rank 0", 2.0, "step 3"], [None] * 4]
+    assert [line["encode"]["tooltip"] for line in option["series"]] == [[2, 3], [2]] and len(option["series"][0]["data"]) == 52
     json.dumps(option, allow_nan=False)
+
+
+def test_a_trace_stays_small() -> None:
+    spans = [Span("response", "actor", f"replica {number % 60}", number * 0.01, 0.011 + number * 1e-6) for number in range(7000)]
+    found = trace(spans, "title")
+    assert found.title == "title (5,000 short spans are not drawn)" and len(found.option["series"][0]["data"]) <= 3 * MAX_SPANS
+    assert len(found.option["yAxis"]["data"]) == MAX_ROWS + 1 and found.option["yAxis"]["data"][-1] == "actor: 20 rows more"
+    assert trace([], "title").option["series"] == [] and trace(spans[:9], "title").title == "title"

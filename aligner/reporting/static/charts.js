@@ -1,7 +1,7 @@
-// Draws each chart of the report when it comes into view: closed sections have no size.
+// Draws each chart of a page when it comes into view: closed sections have no size.
 const options = JSON.parse(document.getElementById("options").textContent);
 const drawn = new Map();
-const logarithmic = document.getElementById("logarithmic");
+const logarithmic = document.getElementById("logarithmic");  // not on every page
 
 function isPositive(option) {
   return option.series.every((one) => one.type === "line" && one.data.every((point) => {
@@ -13,7 +13,7 @@ function isPositive(option) {
 function scale(number) {
   const option = options[number];
   if (option.yAxis.type === "value" && isPositive(option)) {
-    drawn.get(number).setOption({ yAxis: { type: logarithmic.checked ? "log" : "value" } });
+    drawn.get(number).setOption({ yAxis: { type: logarithmic?.checked ? "log" : "value" } });
   }
 }
 
@@ -29,4 +29,4 @@ const seen = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "300px" });
 document.querySelectorAll(".chart").forEach((chart) => seen.observe(chart));
-logarithmic.addEventListener("change", () => drawn.forEach((_, number) => scale(number)));
+logarithmic?.addEventListener("change", () => drawn.forEach((_, number) => scale(number)));
