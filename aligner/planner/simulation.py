@@ -352,7 +352,7 @@ class _Streamed(_Run):
             for queue in queues:
                 for moment, request in queue.until(now, pause=self.assumed.environment_seconds):
                     ended[request // of_round].append(moment)
-                queue.wait_until(trainer)
+                queue.now = max(queue.now, trainer)  # new weights arrive
                 if self.habits.recompute:
                     queue.recompute()
             done.append(trainer)

@@ -394,10 +394,6 @@ class ReplicaQueue:
         self._added += 1
         heapq.heappush(self._later, (moment, self._added, request))
 
-    def wait_until(self, moment: float) -> None:
-        """Nothing is sampled before `moment`: new weights arrive."""
-        self.now = max(self.now, moment)
-
     def recompute(self) -> None:
         """Keys and values of the running responses are computed anew."""
         if self._active:

@@ -79,7 +79,7 @@ def test_requests_that_come_later_and_turns():
     own = queue()
     own.add(0, [8], 10)
     assert own.until(3.0) == [] and own.now == 3.0
-    own.wait_until(5.0)
+    own.now = 5.0
     assert own.until() == [(10.0, 0)]
 
 
