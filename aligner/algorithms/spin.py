@@ -22,7 +22,7 @@ from aligner.data.collate import PreferencePair, supervised_batch
 from aligner.data.config import DemonstrationDataConfig
 from aligner.data.order import EpochSampler
 from aligner.data.reading import Mixed
-from aligner.data.supervised import Demonstration, load_demonstrations
+from aligner.data.supervised import Demonstration, answered, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, check_numbers
 from aligner.loop.epochs import mean_loss
@@ -97,14 +97,14 @@ class SPIN(PairIterations[SPINConfig]):
 
     def validate(self) -> Mapping[str, float]:
         """Mean token cross-entropy of the validation responses."""
-        rows, size = [one.row(one.response) for one in self.validation], self.config.validation_batch_size
+        rows, size = [answered(one.prompt, one.response) for one in self.validation], self.config.validation_batch_size
         return mean_loss(self.policy, (supervised_batch(rows[at : at + size], self.task.pad_id) for at in range(0, len(rows), size)))
 
 
 def pairs_of(examples: Sequence[tuple[Demonstration, Answer]]) -> list[PreferencePair]:
     """The given response chosen, the policy's own rejected; those that are the same teach nothing and are left out."""
     return [
-        PreferencePair(chosen=given.row(given.response), rejected=given.row(answer.tokens), margin=0.0)
+        PreferencePair(chosen=answered(given.prompt, given.response), rejected=answered(given.prompt, answer.tokens), margin=0.0)
         for given, answer in examples
         if given.response != answer.tokens
     ]

@@ -119,8 +119,9 @@ def _scored(model: str, options: EvalOptions) -> list[Measure]:
         scorer: RewardModel = _judge(options, decode, Compare.nothing)
     else:
         scorer = function_reward(RewardFunctionConfig(path=options.reward), decode, "--reward")
-    groups = _by_prompt(_scores(scorer, rollouts), options.samples)
-    groups = [given for scores in groups if (given := [score for score in scores if not math.isnan(score)])]
+    scores = _scores(scorer, rollouts)
+    by_prompt = [scores[start : start + options.samples] for start in range(0, len(scores), options.samples)]
+    groups = [given for own in by_prompt if (given := [score for score in own if not math.isnan(score)])]
     given = sum(map(len, groups))
     if not given:
         raise DataError(f"none of the {len(rollouts)} responses has a score")
@@ -192,10 +193,6 @@ def _scores(scorer: RewardModel, rollouts: Sequence[Rollout], *, size: int = CAL
     finally:
         scorer.close()
     return [value if ok else math.nan for part in parts for value, ok in zip(part.rewards.tolist(), part.valid.tolist(), strict=True)]
-
-
-def _by_prompt(scores: Sequence[float], size: int) -> list[Sequence[float]]:
-    return [scores[start : start + size] for start in range(0, len(scores), size)]
 
 
 def _pairs(model: str, options: EvalOptions) -> list[Measure]:

@@ -27,7 +27,6 @@ from aligner.data.inspection import (
     describe_fields,
     duplicates,
     histogram,
-    lengths_of,
     pieces,
     render,
     spread,
@@ -134,14 +133,15 @@ def inspect(config: JobRun, location: str, tokenizer: Tokenizer, first: int | No
         return Finding(report=error.report, histogram=histogram([one.length for one in error.report.too_long])), []
     views = [view_of(example) for example in examples]
     rows = [row for view in views for row in view.rows]
+    lengths = [len(row.tokens) for row in rows]
     images, vision = [image for view in views for image in view.images], tokenizer.vision
     finding = Finding(
         report=report,
-        lengths=lengths_of(views),
-        num_tokens=sum(len(row.tokens) for row in rows),
+        lengths=spread(lengths),
+        num_tokens=sum(lengths),
         num_learnt=sum(sum(row.loss_mask) for row in rows),
         repeated=duplicates(views),
-        histogram=histogram([*(len(row.tokens) for row in rows), *(one.length for one in report.too_long)]),
+        histogram=histogram([*lengths, *(one.length for one in report.too_long)]),
         images=dict(sorted(Counter(len(view.images) for view in views).items())) if images else {},
         slots=spread([vision.num_slots(image) for image in images]) if images and vision else None,
     )
@@ -210,17 +210,18 @@ def _seen(row: Row, tokenizer: Tokenizer) -> str:
 
 
 def samples(views: Sequence[View], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Some examples as plain data, for pages."""
-    return [_sample(view, tokenizer) for view in views]
-
-
-def _sample(view: View, tokenizer: Tokenizer) -> dict[str, Any]:
-    """An example for the page: its rows' texts, and small copies of its images."""
+    """Some examples as plain data, for pages: their rows' texts, and small copies of their images."""
     store = tokenizer.vision.store if tokenizer.vision is not None else None
-    rows = [
-        {"note": row.note, "seen": _seen(row, tokenizer), "tokens": len(row.tokens), "pieces": pieces(row, tokenizer)} for row in view.rows
-    ]
-    return {"source": view.source, "rows": rows, "images": [thumbnail(store.get(image)) for image in view.images] if store else []}
+    found = []
+    for view in views:
+        rows = [
+            {"note": row.note, "seen": _seen(row, tokenizer), "tokens": len(row.tokens), "pieces": pieces(row, tokenizer)}
+            for row in view.rows
+        ]
+        found.append(
+            {"source": view.source, "rows": rows, "images": [thumbnail(store.get(image)) for image in view.images] if store else []}
+        )
+    return found
 
 
 def config_of(target: str, overrides: Sequence[str], options: InspectOptions) -> JobRun:

@@ -17,7 +17,7 @@ from aligner.data.judged import LabelledExample, SteppedExample, UnpairedExample
 from aligner.data.labelled import MISSING, Request, Unlabelled
 from aligner.data.proposals import ProposedGroup, SampledGroup
 from aligner.data.report import LoadReport
-from aligner.data.supervised import Demonstration
+from aligner.data.supervised import Demonstration, answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
@@ -90,7 +90,7 @@ def view_of(example: object) -> View:
     if isinstance(example, (SupervisedExample, DistilledExample)):
         return View(source=example.source, rows=(_row(example),))
     if isinstance(example, Demonstration):
-        return View(source=example.prompt.source, rows=(_row(example.row(example.response), "the given response"),))
+        return View(source=example.prompt.source, rows=(_row(answered(example.prompt, example.response), "the given response"),))
     if isinstance(example, PreferencePair):
         margin = f", better by {example.margin:g}" if example.margin else ""
         return View(source=example.source, rows=(_row(example.chosen, f"chosen{margin}"), _row(example.rejected, "rejected")))
@@ -130,11 +130,6 @@ def describe_fields(report: LoadReport) -> list[str]:
     for name, ours in report.uses.items():
         purposes.setdefault(_PURPOSES.get(ours, ours), []).append(name)
     return [*lines, *(f"  {', '.join(names)}: {purpose}" for purpose, names in purposes.items())]
-
-
-def lengths_of(views: Sequence[View]) -> Lengths:
-    """The lengths of all rows of at least one example."""
-    return spread([len(row.tokens) for view in views for row in view.rows])
 
 
 def spread(lengths: Sequence[int]) -> Lengths:

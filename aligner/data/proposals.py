@@ -99,12 +99,10 @@ def parse_responses(raw: RawRecord, num_responses: int) -> Responses:
     responses = _list(record, "responses")
     if len(responses) < max(2, num_responses):
         raise DataError(f"field 'responses' has {len(responses)} responses, expected at least {max(2, num_responses)}")
-    found, fields = [], []
-    for i, response in enumerate(responses[: num_responses or None]):
-        found.append(parse_turn(response, f"field 'responses[{i}]'", own_label=label, learnt=True, empty=True))
-        fields.append(response)
+    fields = tuple(responses[: num_responses or None])
+    found = [parse_turn(one, f"field 'responses[{i}]'", own_label=label, learnt=True, empty=True) for i, one in enumerate(fields)]
     whole = tuple(one.get("finish_reason") != FinishReason.length.value for one in fields)
-    return Responses(system=system, prompt=prompt, label=label, turns=tuple(found), whole=whole, fields=tuple(fields))
+    return Responses(system=system, prompt=prompt, label=label, turns=tuple(found), whole=whole, fields=fields)
 
 
 def check_sizes(location: str, sizes: Sequence[int]) -> None:

@@ -60,10 +60,6 @@ class Demonstration:
     prompt: Prompt
     response: tuple[int, ...]
 
-    def row(self, response: Sequence[int]) -> SupervisedExample:
-        """The prompt with a response; that alone is in the mask."""
-        return answered(self.prompt, response)
-
 
 def answered(prompt: Prompt, response: Sequence[int]) -> SupervisedExample:
     """The prompt with a response; that alone is in the mask."""

@@ -13,7 +13,7 @@ from aligner import cli
 from aligner.algorithms.registry import recipes
 from aligner.commands.validate_data import KINDS, inspect, kinds_of
 from aligner.data.forms import HELPSTEER_ATTRIBUTES
-from aligner.data.inspection import Row, View, duplicates, histogram, lengths_of, render
+from aligner.data.inspection import Row, View, duplicates, histogram, render, spread
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
@@ -159,7 +159,7 @@ def test_nothing_usable_and_mistakes(tmp_path, tokenizer, capsys):
 
 def test_figures_by_hand():
     views = [View(source=f"f:{n}", rows=(Row(tokens=tuple(range(n)), loss_mask=(False,) * n),)) for n in (*range(1, 21), 3)]
-    lengths = lengths_of(views)
+    lengths = spread([len(row.tokens) for view in views for row in view.rows])
     assert (lengths.least, lengths.middle, lengths.p95, lengths.most) == (1, 10, 19, 20)
     assert histogram([]) == [] and histogram([7]) == [(7, 7, 1)]
     assert histogram([1, 20, 20, 100, 101]) == [
