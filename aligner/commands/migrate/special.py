@@ -273,11 +273,6 @@ def openrlhf_placement(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=_together(context, rewards=rewards))
 
 
-def rank_part(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Nodes, or GPUs of a node, of the component that trains."""
-    return Meaning(settings={"num_processes": context.ranks}, note="nodes times GPUs of a node")
-
-
 def data_prefix(entry: Entry, value: Any, context: Context) -> Meaning:
     """NeMo's {train: [...], validation: [...], test: [...]}, or a single file."""
     if not isinstance(value, dict):
@@ -317,13 +312,6 @@ def verl_wandb(entry: Entry, value: Any, context: Context) -> Meaning:
     if "wandb" in listed(context.value("trainer.logger") or []):
         return to_ours(entry, value)
     return Meaning(note="W&B is not among the loggers")
-
-
-def verl_no_kl(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Without a KL in the loss or the reward the coefficient is 0."""
-    if any(context.value(name) is True for name in ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")):
-        return Meaning()
-    return Meaning(settings={"algorithm.kl_coef": 0.0}, note="the KL is off there by default")
 
 
 def verl_dict_keys(entry: Entry, value: Any, context: Context) -> Meaning:
