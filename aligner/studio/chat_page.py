@@ -10,7 +10,7 @@ from nicegui import ui
 from aligner.errors import ServerError
 from aligner.studio.new_page import MODELS, suggest
 from aligner.studio.served import Models, preference, record
-from aligner.studio.shared import Studio, frame, later, outlined
+from aligner.studio.shared import Studio, outlined, show_page
 
 TEXT = "white-space: pre-wrap; overflow-wrap: anywhere"
 NAMES = ("A", "B")
@@ -25,8 +25,7 @@ def register(studio: Studio) -> None:
             await suggest(studio)
             Chat(studio, served).show()
 
-        with frame("Chat"):
-            later(build)
+        show_page("Chat", build)
 
 
 class Chat:
@@ -72,7 +71,6 @@ class Chat:
         self.choice.set_visibility(False)
 
     async def _send(self) -> None:
-        """Ask the policies, both at once."""
         said, models = self.message.value, [field.value.strip() for field in self.models if (field.value or "").strip()]
         if not self.button.enabled or not said or not models:
             self.said.text = self.said.text if not self.button.enabled else "choose a policy, and write a message"

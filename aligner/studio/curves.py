@@ -45,7 +45,6 @@ class Curves:
         await self.refresh()
 
     async def refresh(self) -> None:
-        """Draw what has changed."""
         state = (self._group, *self._how.values(), *((len(run.steps), run.last and run.last.time) for run in self._runs))
         if state == self._drawn:
             return

@@ -18,7 +18,7 @@ from aligner.settings.explain import shipped
 from aligner.settings.schema import SchemaKey
 from aligner.studio import form
 from aligner.studio.runs import LAUNCH_LOG, is_run, tail
-from aligner.studio.shared import Studio, chart, frame, later, outlined
+from aligner.studio.shared import Studio, chart, outlined, show_page
 from aligner.studio.worker import PREVIEWED
 
 PAUSE_SECONDS = 0.6  # without a change, before a form is checked
@@ -38,8 +38,7 @@ def register(studio: Studio) -> None:
             await suggest(studio)
             await NewRun(studio).show(config if config in form.recipes() else "sft")
 
-        with frame("New run"):
-            later(build)
+        show_page("New run", build)
 
 
 async def suggest(studio: Studio) -> None:

@@ -23,7 +23,7 @@ from aligner.studio.curves import Curves
 from aligner.studio.form import PLAIN
 from aligner.studio.runs import Run, tail
 from aligner.studio.samples import Samples
-from aligner.studio.shared import Studio, badge, chart, code, found, frame, later, table
+from aligner.studio.shared import Studio, badge, chart, code, found, show_page, table
 from aligner.studio.worker import Worker
 from aligner.telemetry.terminal import plain
 
@@ -41,8 +41,7 @@ def register(studio: Studio) -> None:
             if (run := await found(studio, name)) is not None:
                 await _RunPage(run, studio.planner).build(part if part in PARTS else PARTS[0])
 
-        with frame(name or studio.runs.folder.name):
-            later(build)
+        show_page(name or studio.runs.folder.name, build)
 
 
 class _RunPage:

@@ -197,8 +197,6 @@ def _json(path: Path) -> dict[str, Any]:
 
 @dataclass
 class Runs:
-    """All runs below `folder`."""
-
     folder: Path
     _runs: dict[Path, Run] = field(default_factory=dict)
     _scanned: float = -SCAN_SECONDS

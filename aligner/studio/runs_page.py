@@ -21,7 +21,7 @@ from aligner.reporting.samples_report import differences
 from aligner.studio.curves import Curves
 from aligner.studio.runs import Run
 from aligner.studio.samples import Samples
-from aligner.studio.shared import Studio, found, frame, later, state_badge, table
+from aligner.studio.shared import Studio, found, show_page, state_badge, table
 
 REFRESH_SECONDS, COMPARE_SECONDS = 2.0, 5.0
 MOST_COMPARED = 8
@@ -53,8 +53,7 @@ def register(studio: Studio) -> None:
 
     @ui.page("/")
     def page() -> None:
-        with frame("Runs"):
-            later(_Table(studio).build)
+        show_page("Runs", _Table(studio).build)
 
     @ui.page("/compare")
     def compare(run: list[str] = Query(default=[])) -> None:  # noqa: B008  FastAPI's way to read a repeated parameter
@@ -65,8 +64,7 @@ def register(studio: Studio) -> None:
             if runs and all(runs):
                 await _compare([one for one in runs if one is not None])
 
-        with frame("Compare"):
-            later(build)
+        show_page("Compare", build)
 
 
 class _Table:
@@ -139,7 +137,6 @@ class _Table:
 
 
 def row(run: Run) -> dict[str, Any]:
-    """What the table shows of a run."""
     colour, ink = state_badge(run.state.kind)
     last, most = run.last, run.max_steps
     step = last.step if last else 0

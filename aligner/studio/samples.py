@@ -32,8 +32,6 @@ KINDS = {"rollouts": "Rollouts", "validation": "Validation"}
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which samples are shown."""
-
     text: str = ""
     least: float = -math.inf
     most: float = math.inf
@@ -194,7 +192,6 @@ _LOW, _HIGH, _NONE = (230, 159, 0), (0, 114, 178), "#ffffff"  # orange to blue: 
 
 
 def show_tokens(row: SampleRow) -> None:
-    """A dialog with the response of a row that has tokens."""
     table = row.tokens
     assert table is not None
     numbers = derived(table)

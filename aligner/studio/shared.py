@@ -1,9 +1,8 @@
-"""What the pages share: the studio that they show, and the frame around each of them."""
+"""What the pages share: the studio that they show, and what is around and in each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +52,9 @@ STYLE = """<style>
 </style>"""
 
 
-@contextmanager
-def frame(title: str) -> Iterator[None]:
-    """The page's header with the links to the others, and its body within."""
+def show_page(title: str, build: Callable[[], Awaitable[None]]) -> None:
+    """The header with the links to the other pages, and the body, which `build` makes once the browser has the rest: what it reads may take
+    longer than a browser's patience."""
     ui.page_title(f"{title} - aligner studio")
     ui.colors(primary=BLUE, negative="#b91c1c", positive="#15803d")
     with ui.header().classes("items-center q-py-xs gap-4").style(f"background: {BLUE}"):
@@ -65,11 +64,18 @@ def frame(title: str) -> Iterator[None]:
                 ui.link(name, target).classes("text-white")
     with ui.element("main").classes("w-full column gap-4 q-pa-md"):
         ui.label(title).classes("text-h5").props('role="heading" aria-level="1"')
-        yield
+        with ui.column().classes("w-full gap-4") as body:
+            ui.spinner(size="lg").props('role="status" aria-label="Reading"')
+
+        async def fill() -> None:
+            body.clear()
+            with body:
+                await build()
+
+        ui.timer(0.01, fill, once=True)
 
 
 def badge(kind: str) -> None:
-    """A run's state."""
     colour, ink = state_badge(kind)
     ui.badge(kind).props(f"color={colour} text-color={ink}")
 
@@ -102,20 +108,6 @@ def outlined(entry: Any, style: str = "min-width: 11rem", hint: str = "") -> Any
     """The entry, in the form's look."""
     entry.props["hint"] = hint or None
     return entry.props("dense outlined options-dense hide-bottom-space").style(style)
-
-
-def later(build: Callable[[], Awaitable[None]]) -> None:
-    """Build this part of the page once the browser has the rest: what it reads may take longer than a browser's patience."""
-    place = ui.column().classes("w-full gap-4")
-    with place:
-        ui.spinner(size="lg").props('role="status" aria-label="Reading"')
-
-    async def fill() -> None:
-        place.clear()
-        with place:
-            await build()
-
-    ui.timer(0.01, fill, once=True)
 
 
 async def found(studio: Studio, name: str) -> Run | None:
