@@ -50,8 +50,26 @@ MIB = 2**20
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
-class TrainingWeights:
-    """The training parameters, read in place: a refit moves nothing. With `rollout.precision` rounded copies of the linear layers'."""
+class Releasable:
+    """Weights whose memory can be released and allocated again, with any contents."""
+
+    def __init__(self, weights: Iterable[Tensor | QuantizedWeight]) -> None:
+        own = [tensor for one in weights for tensor in (one.own if isinstance(one, QuantizedWeight) else (one,))]
+        storages = (tensor.untyped_storage() for tensor in own)
+        self._storages = {storage._cdata: (storage, storage.nbytes()) for storage in storages}  # experts may share one
+
+    def allocate(self) -> None:
+        for storage, size in self._storages.values():
+            storage.resize_(size)
+
+    def release(self) -> None:
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
+
+
+class TrainingWeights(Releasable):
+    """The training parameters, read in place: a refit moves nothing. With `rollout.precision` rounded copies of the linear layers', which
+    alone are released."""
 
     def __init__(self, chunk: LanguageModel, *, checked: bool, precision: Precision) -> None:
         groups = chunk.pg_collection
@@ -59,16 +77,8 @@ class TrainingWeights:
         self._checked = checked
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
         self._rounded = quantized_room(self.named, precision, chunk.config.params_dtype, self.shards.group, adapters_of(chunk))
-        self._room = Room(self._rounded.values())
+        super().__init__(self._rounded.values())
         self.model: ModelWeights = by_role(with_adapters(chunk, self.named) | self._rounded, chunk.architecture)
-
-    def allocate(self) -> None:
-        """The parameters are always there: allocate the rounded copies again, with any contents."""
-        self._room.allocate()
-
-    def release(self) -> None:
-        """Release the memory of the rounded copies."""
-        self._room.release()
 
     def fill(self) -> int:
         """Returns the bytes of the rounded copies. Raises EngineError for numbers that are not finite, if `checked`."""
@@ -103,7 +113,7 @@ class SnapshotWeights(TrainingWeights):
         return rounded + sum(tensor.nbytes for tensor in self.named.values())
 
 
-class OwnWeights:
+class OwnWeights(Releasable):
     """A copy split over blocks of `tp` consecutive ranks; filled on demand. Construction and filling are collective over the component.
 
     `apart`: sampling runs in another thread than training, in groups of its own. Weights that are rounded arrive in the model's precision,
@@ -140,17 +150,13 @@ class OwnWeights:
         self._parts = [
             (part, Refill(plan(part, bucket_bytes=bucket_bytes), lanes=self._lanes, index=self.shards.index)) for part in parts.values()
         ]
-        self._room = Room([*self.named.values(), *self._rounded.values()])
+        super().__init__([*self.named.values(), *self._rounded.values()])
         self._training = HostMemory(kept=lambda: weight_storage(chunks)) if takes_turns else None
         self.model: ModelWeights = by_role(self.named | self._rounded, architecture)
 
-    def allocate(self) -> None:
-        """Allocate the memory again, with any contents."""
-        self._room.allocate()
-
     def release(self) -> None:
         """Release the memory, and move the policy's weights back if the two alternate."""
-        self._room.release()
+        super().release()
         if self._training is not None:
             self._training.move_in()
 
@@ -186,23 +192,6 @@ class OwnWeights:
         differs = wanted[:, self.shards.index] != found(part, held, self.shards.index)
         if names := [move.name for move, bad in zip(part, differs.tolist(), strict=True) if bad]:
             raise EngineError(f"{named_few(names)} of {len(self._moves)} tensors arrived with a different checksum")
-
-
-class Room:
-    """The memory of weights, which can be released and allocated again."""
-
-    def __init__(self, weights: Iterable[Tensor | QuantizedWeight]) -> None:
-        own = [tensor for one in weights for tensor in (one.own if isinstance(one, QuantizedWeight) else (one,))]
-        storages = (tensor.untyped_storage() for tensor in own)
-        self._storages = {storage._cdata: (storage, storage.nbytes()) for storage in storages}  # experts may share one
-
-    def allocate(self) -> None:
-        for storage, size in self._storages.values():
-            storage.resize_(size)
-
-    def release(self) -> None:
-        for storage, _ in self._storages.values():
-            storage.resize_(0)
 
 
 def _round(rounded: Mapping[str, QuantizedWeight], sources: Mapping[str, Tensor]) -> int:
