@@ -74,7 +74,7 @@ class Shards:
 
 
 class Decoder:
-    """A language model's forward pass over a KV cache. Collective over the group of `shards`. `page_size` 0: the kernels' own."""
+    """A language model's forward pass over a KV cache. Collective over the group of `shards`."""
 
     add_up = staticmethod(row_sums)  # the sampler's sum over the vocabulary; the trainer's, for log-probs of the same bits
     tap: Tap | None = None  # receives the output of every operation, for tokens as they lie in the pass; compiled kernels report fewer
@@ -88,7 +88,6 @@ class Decoder:
         *,
         max_sequence_length: int,
         frequencies: Tensor | None,
-        page_size: int = 0,
         kernels: Kernels = Kernels.auto,
         cuda_graphs: bool = True,
         records_routes: bool = False,
@@ -123,7 +122,7 @@ class Decoder:
         self.rotary = Rotary(architecture, frequencies, weights.embedding, max_sequence_length)
         self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
         flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
-        self.attention: GatheredAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
+        self.attention: GatheredAttention = flash or GatheredAttention(PAGE_SIZE)
         self.page_size = self.attention.page_size
         self._attentions = [self._attention_of(number) for number in range(len(weights.layers))]
         self._native = self._native_decode() if kernels == Kernels.auto else None
