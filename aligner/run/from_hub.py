@@ -86,10 +86,10 @@ def fetch_named(
     return found
 
 
-def fetch_one(key: str, text: str, files: Files = Files.model) -> Path:
+def fetch_one(key: str, text: str) -> Path:
     """The directory of a command's argument, which is a path or a name of the Hub. Raises as `fetch_named`."""
     name = parse(text)
-    return Path(text) if name is None else _fetch(key, name, files, None, records=False, say=print)
+    return Path(text) if name is None else _fetch(key, name, Files.model, None, records=False, say=print)
 
 
 def with_names(config: T) -> T:
