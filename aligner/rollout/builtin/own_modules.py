@@ -429,18 +429,14 @@ class _Run:
             mask = torch.arange(self.width, device=self.device) >= self.pads[:, None] if self.has_pads else None
             positions = (self.width - 1 - self.pads + self.shifts)[:, None]
             assert self.cache is not None
-            hidden = self._pass(self.inputs[:, None], positions, mask, self.cache)
+            given = {"input_ids": self.inputs[:, None], "position_ids": positions, "attention_mask": mask, self.cache_name: self.cache}
+            hidden = self.chunk.backbone(**given, use_cache=True).last_hidden_state[:, -1]
         else:
             prompts = [(row, _prompt_of(row.request)) for row in self.rows if row is not None]
             hidden = self._whole([((*tokens, *row.tokens), images) for row, (tokens, images) in prompts])
         draw = self.sampler.draw(self.chunk.logits(hidden), self.seats)
         self.inputs = draw.tokens
         return self._record(draw, first=0)
-
-    def _pass(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
-        """Hidden states [rows, H] of the last token of each row."""
-        given = {"input_ids": tokens, "position_ids": positions.expand(tokens.shape), "attention_mask": mask}
-        return self.chunk.backbone(**given, **{self.cache_name: cache}, use_cache=True).last_hidden_state[:, -1]
 
     def _record(self, draw: Draw, first: int) -> list[tuple[_Row, bool]]:
         """Add a draw to the rows from `first` on; returns those that it ended."""
