@@ -73,7 +73,7 @@ class LiveEngine:
     def __init__(self, engine: PhasedEngine) -> None:
         if not engine.capabilities.serves:
             raise ConfigError(f"rollout.engine={engine.capabilities.name}: answers no requests from outside; allowed: megatron, vllm")
-        self.engine = engine
+        self.engine, self.max_sequence_length = engine, engine.engine.max_sequence_length  # tokens of prompt and response together
         ranks = max(1, dist.get_world_size() // engine.replica.count) if dist.is_initialized() else 1
         self._group = block_group(ranks, backend="gloo")  # of this thread alone
         self._condition = threading.Condition()  # of the calls and of who has left, which other threads change
@@ -92,11 +92,6 @@ class LiveEngine:
     def version(self) -> int:
         """Of the weights that sample now."""
         return self.engine.version
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Tokens of prompt and response together."""
-        return self.engine.engine.max_sequence_length
 
     def submit(self, request: LiveRequest) -> Future[GenResult]:
         """The response, once it has ended. Raises EngineError for a request that this engine can never answer, and after the end."""

@@ -59,16 +59,12 @@ class MegatronPolicy(_Trained):
 
     def __init__(self, model: TrainableModel, *, temperature: float = 1.0) -> None:
         super().__init__(model)
-        self.temperature = temperature
+        self.chunks, self.temperature = model.chunks, temperature
 
     @property
     def module(self) -> Chunk:
         """The whole model of a rank that holds it in one chunk."""
         return self.model.module
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        return self.model.chunks
 
     @property
     def version(self) -> int:

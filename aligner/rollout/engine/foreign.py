@@ -23,7 +23,7 @@ from aligner.models.training.offload import HostMemory
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects, together
 from aligner.protocols import Replica
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, ForeignEngine, GenResult, Memory, Receiver, Work
+from aligner.rollout.engine import ALL_MEMORY, ForeignEngine, GenResult, Memory, Receiver, Work
 from aligner.rollout.engine.manifest import Manifest, Receipt, checksum, magnitudes, named_few
 from aligner.types import SamplingConfig
 
@@ -134,6 +134,7 @@ class StreamedEngine:
         self._sent: list[list[int]] | None = None  # digests of the frozen weights that the engine has, by rank
         platform.release_cached()  # left from building the policy: the package allocates without torch
         engine = self.foreign
+        self.capabilities, self.max_sequence_length = engine.capabilities, engine.max_sequence_length
         try:
             together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
             if self.policy is not None:
@@ -141,14 +142,6 @@ class StreamedEngine:
         except AlignerError:
             self.shutdown()  # it may have started here
             raise
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.foreign.capabilities
-
-    @property
-    def max_sequence_length(self) -> int:
-        return self.foreign.max_sequence_length
 
     def refit(self, version: int) -> int:
         """Stream the policy's current weights into the engine, or its adapters alone. Raises EngineError on every rank if it failed on any,

@@ -20,7 +20,7 @@ from dataclasses import fields
 from aligner.errors import EngineError
 from aligner.parallel.collectives import together
 from aligner.protocols import Replica
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Work, callers_of
+from aligner.rollout.engine import ALL_MEMORY, Engine, EngineSampling, GenRequest, GenResult, Memory, Work, callers_of
 from aligner.rollout.engine.episodes import Conversing, Episodes, EpisodeWork
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.work import WorkSharing
@@ -80,7 +80,7 @@ class PhasedEngine:
         end_ids: Sequence[int] = (),
         missing: Sequence[int] = (),
     ) -> None:
-        self.engine = engine
+        self.engine, self.replica, self.capabilities = engine, engine.replica, engine.capabilities
         self.gate = gate
         self.conversing = conversing
         self.sampling = sampling
@@ -96,14 +96,6 @@ class PhasedEngine:
         self._has_ended = False
         if not offload:
             self._refill()
-
-    @property
-    def replica(self) -> Replica:
-        return self.engine.replica
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.engine.capabilities
 
     def refit(self, version: int) -> None:
         """Sample from the policy's current weights, of optimizer step `version`; sleeping weights are refitted when they wake. A
@@ -155,8 +147,8 @@ class PhasedEngine:
             if not 0 < len(prompt.tokens) < self.engine.max_sequence_length:
                 length, context = len(prompt.tokens), self.engine.max_sequence_length
                 raise EngineError(f"{prompt.source}: a prompt of {length} tokens leaves no room in the context of {context}")
-            if Images.name in prompt.extras and not self.engine.capabilities.sees:
-                raise EngineError(f"{prompt.source}: has images, which rollout.engine={self.engine.capabilities.name} does not read")
+            if Images.name in prompt.extras and not self.capabilities.sees:
+                raise EngineError(f"{prompt.source}: has images, which rollout.engine={self.capabilities.name} does not read")
         requests = [
             GenRequest(index=index, tokens=prompt.tokens, seed=seed, extras=prompt.extras)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))

@@ -153,7 +153,7 @@ def test_the_loss_is_given_them(make_model) -> None:
 
 def test_the_engine_is_asked_with_them_and_episodes_join_what_it_recorded(topology) -> None:
     from aligner.protocols import Replica, Reply
-    from aligner.rollout.engine import GenRequest, GenResult
+    from aligner.rollout.engine import Capabilities, GenRequest, GenResult
     from aligner.rollout.engine.episodes import Episodes
     from aligner.rollout.engine.lifecycle import PhasedEngine
     from aligner.rollout.engine.work import WorkSharing
@@ -169,6 +169,7 @@ def test_the_engine_is_asked_with_them_and_episodes_join_what_it_recorded(topolo
 
     class Engine:
         replica, max_sequence_length = Replica(), 64
+        capabilities = Capabilities(name="fake", logprobs=LogprobKind.sampled)
 
         def refit(self, version):
             return 0
