@@ -31,7 +31,9 @@ class StopStrings:
 
     def completes(self, tokens: Sequence[int], start: int) -> bool:
         """Whether the last of `tokens` completes a string in the text of `tokens[start:]`; the tokens before are its prompt's `context`."""
-        if not self._can_complete(tokens[-1]):
+        if (token := tokens[-1]) not in self._candidates:
+            self._candidates[token] = self._ends_one(self._decode([token]))
+        if not self._candidates[token]:
             return False
         count, end = self._longest, len(tokens)
         while True:
@@ -42,11 +44,6 @@ class StopStrings:
             count *= 2  # tokens without a text, or with less than a character
         text = self._text(tokens, first, start, end)
         return any(text.find(string, max(0, len(before) + 1 - len(string))) >= 0 for string in self._strings)
-
-    def _can_complete(self, token: int) -> bool:
-        if token not in self._candidates:
-            self._candidates[token] = self._ends_one(self._decode([token]))
-        return self._candidates[token]
 
     def _ends_one(self, text: str) -> bool:
         """Whether a string can end inside a token of this text; by itself it may have lost a leading space, or be part of a character."""

@@ -84,7 +84,9 @@ class Gate:
         Returns the version of new weights, None if they did not change. All ranks of the replica call it at the same points. Raises
         Stopped, and EngineError if the weights are broken or the hold does not end in time.
         """
-        number = self._agreed(_STOP if self._is_over else self._wanted)
+        number = _STOP if self._is_over else self._wanted
+        if self._group is not None:
+            (number,) = leaders_integers((number,), group=self._group, device=torch.device("cpu"))
         if number == _STOP:
             raise Stopped("the generation in the background was stopped")
         if number == self._standing:
@@ -101,9 +103,6 @@ class Gate:
     @property
     def _is_idle(self) -> bool:
         return self._ended == self._expected
-
-    def _agreed(self, number: int) -> int:
-        return number if self._group is None else leaders_integers((number,), group=self._group, device=torch.device("cpu"))[0]
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
         if not self._changed.wait_for(condition, self._timeout_seconds):

@@ -297,7 +297,9 @@ class NativeDecode:
         """This rank's logits float32 [B, its tokens], at most `vocabulary` of them. `tap` sees the buffers between kernels."""
         rows, threads = batch.tokens.shape[0], torch.get_num_threads()
         self._look_up(cache, vocabulary)
-        buffers = self._room_for(rows, threads)
+        if self._buffers is None or self._buffers.capacity < rows or self._buffers.threads != threads:
+            self._buffers = Buffers(rows, self._weights, self._model, self._room, threads)
+        buffers = self._buffers
         positions, pages = batch.positions.contiguous(), batch.pages.contiguous()
         rotary = positions if batch.rotary is None else batch.rotary.contiguous()
         step = buffers.step
@@ -359,11 +361,6 @@ class NativeDecode:
             self._library.wide_linear(*sizes, buffers.at[source], weight.data_ptr(), out.data_ptr(), columns, buffers.threads)
         else:
             torch.mm(buffers.view(source, rows), weight.detach().t(), out=out)
-
-    def _room_for(self, rows: int, threads: int) -> Buffers:
-        if self._buffers is None or self._buffers.capacity < rows or self._buffers.threads != threads:
-            self._buffers = Buffers(rows, self._weights, self._model, self._room, threads)
-        return self._buffers
 
     def _look_up(self, cache: PagedKV, vocabulary: int) -> None:
         """Tensors move when the engine's own weights are allocated again, and by an offload."""
