@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms import reward_model
-from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.config import StepDataConfig
 from aligner.data.judged import SteppedExample, load_steps, step_batch
 from aligner.loop.epochs import BatchConfig, EpochTraining
@@ -98,16 +97,8 @@ class TrainProcessRewardModel(TrainerRun):
 
 
 def build(job: TrainerJob[TrainProcessRewardModel]) -> Built:
-    train, validation = job.load(load_steps)
-    model = job.reward_model(ScalarHead(outputs=("step",), pooling=Pooling.tokens))
-    job.describe(train, model.model)
-    algorithm = ProcessRewardModelTraining(job.config.algorithm, model, train=train, validation=validation, **job.common)
-    return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
+    head = ScalarHead(outputs=("step",), pooling=Pooling.tokens)
+    return reward_model.build_training(job, ProcessRewardModelTraining, load_steps, head)
 
 
-RECIPE = Recipe(
-    name="process_reward_model",
-    config=TrainProcessRewardModel,
-    build=build,
-    columns=reward_model.COLUMNS,
-)
+RECIPE = Recipe(name="process_reward_model", config=TrainProcessRewardModel, build=build, columns=reward_model.COLUMNS)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.reward_model import ScoreModel
-from aligner.cluster.run_directory import REWARD_MODEL
+from aligner.algorithms.reward_model import ScoreModel, build_training
 from aligner.data.config import RegressionDataConfig
 from aligner.data.judged import LabelledExample, labelled_batch, load_regression
 from aligner.data.labelled import MISSING
@@ -119,17 +118,9 @@ class TrainRegressionRewardModel(TrainerRun):
 
 
 def build(job: TrainerJob[TrainRegressionRewardModel]) -> Built:
-    attributes, settings = job.config.data.attributes, job.config.algorithm
-    train, validation = job.load(load_regression)
-    model = job.reward_model(ScalarHead(outputs=tuple(attributes), pooling=settings.pooling))
-    job.describe(train, model.model)
-    algorithm = RegressionTraining(settings, model, attributes=attributes, train=train, validation=validation, **job.common)
-    return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
+    attributes = job.config.data.attributes
+    head = ScalarHead(outputs=tuple(attributes), pooling=job.config.algorithm.pooling)
+    return build_training(job, RegressionTraining, load_regression, head, attributes=attributes)
 
 
-RECIPE = Recipe(
-    name="regression_reward_model",
-    config=TrainRegressionRewardModel,
-    build=build,
-    columns=COLUMNS,
-)
+RECIPE = Recipe(name="regression_reward_model", config=TrainRegressionRewardModel, build=build, columns=COLUMNS)

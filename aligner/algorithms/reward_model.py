@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from aligner.data.config import PreferenceDataConfig
 from aligner.data.supervised import load_preferences, require_margins
 from aligner.errors import ConfigError, check_numbers
 from aligner.loop.epochs import BatchConfig, EpochTraining
-from aligner.loop.loop import Built
+from aligner.loop.loop import Algorithm, Built
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
@@ -104,12 +104,17 @@ class TrainRewardModel(TrainerRun):
         return self.batch_traits(unit=2, head=Head.scalar)
 
 
-def build(job: TrainerJob[TrainRewardModel]) -> Built:
-    train, validation = job.load(load_preferences)
-    model = job.reward_model(ScalarHead(pooling=job.config.algorithm.pooling))
+def build_training(job: TrainerJob[Any], training: Callable[..., Algorithm], load: Any, head: ScalarHead, **more: Any) -> Built:
+    """`training` of a model with this head, on the examples that `load` reads; `more`: what else it is made with."""
+    train, validation = job.load(load)
+    model = job.reward_model(head)
     job.describe(train, model.model)
-    algorithm = RewardModelTraining(job.config.algorithm, model, train=train, validation=validation, **job.common)
+    algorithm = training(job.config.algorithm, model, train=train, validation=validation, **more, **job.common)
     return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
+
+
+def build(job: TrainerJob[TrainRewardModel]) -> Built:
+    return build_training(job, RewardModelTraining, load_preferences, ScalarHead(pooling=job.config.algorithm.pooling))
 
 
 RECIPE = Recipe(name="reward_model", config=TrainRewardModel, build=build, columns=COLUMNS)
