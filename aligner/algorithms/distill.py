@@ -97,8 +97,6 @@ def distillation_terms(outputs: TokenOutputs, batch: DistillationBatch, *, ce_co
 
 
 class Distillation(EpochTraining[DistillationConfig, DistilledExample, DistillationBatch, Student]):
-    """The algorithm over its parts. Every rank constructs one."""
-
     @property
     def loss(self) -> Loss[DistillationBatch]:
         return partial(distillation_terms, **self.config.settings())

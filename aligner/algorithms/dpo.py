@@ -130,9 +130,7 @@ class DPOConfig(PairLossConfig):
 
 
 class DPO(EpochTraining[DPOConfig, PreferencePair, PreferenceBatch, Policy]):
-    """The algorithm over its parts. Every rank constructs one.
-
-    `reference`: None if the loss needs none, or the pairs bring its log-probs. Raises DataError if the loss learns how much better a
+    """`reference`: None if the loss needs none, or the pairs bring its log-probs. Raises DataError if the loss learns how much better a
     response is, and no training pair says that.
     """
 

@@ -100,9 +100,7 @@ class Judged:
 
 @dataclass(eq=False)
 class KTO(Stateless):
-    """The algorithm over its parts. Every rank constructs one.
-
-    `max_length` cuts mismatched rows, which may be longer than any example. `reference` is None if its log-probs are `stored`, and the
+    """`max_length` cuts mismatched rows, which may be longer than any example. `reference` is None if its log-probs are `stored`, and the
     examples bring theirs. Raises DataError for a single validation example.
     """
 

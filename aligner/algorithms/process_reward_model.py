@@ -52,8 +52,6 @@ def process_loss(outputs: TokenOutputs, batch: StepBatch) -> LossOutput:
 
 
 class ProcessRewardModelTraining(EpochTraining[ProcessRewardModelConfig, SteppedExample, StepBatch, StepModel]):
-    """The algorithm over its parts. Every rank constructs one."""
-
     @property
     def loss(self) -> Loss[StepBatch]:
         return process_loss

@@ -132,9 +132,7 @@ class Chosen:
 
 
 class SelfRewarding(PairIterations[SelfRewardingConfig]):
-    """The algorithm over its parts. Every rank constructs one.
-
-    `judge` and the files of its `judgements`: None if the task's reward scores. `rewarded`: there is such a reward; beside a judge it is
+    """`judge` and the files of its `judgements`: None if the task's reward scores. `rewarded`: there is such a reward; beside a judge it is
     reported. `settings`: text that says how responses and judgements are sampled, and by what they are scored.
     """
 

@@ -38,8 +38,6 @@ class SFTConfig(BatchConfig):
 
 
 class SFT(EpochTraining[SFTConfig, SupervisedExample, LabeledBatch, Policy]):
-    """The algorithm over its parts. Every rank constructs one."""
-
     @property
     def loss(self) -> Loss[LabeledBatch]:
         return sft_loss
