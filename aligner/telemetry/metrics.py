@@ -132,7 +132,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Distribution(_Reduced):
+class Distribution(Mean):
     """Mean, maximum and quantiles of numbers that are not negative. How many are in each of `NUM_BINS` bins (int64 `bins`) merges exactly.
 
     Bins split every octave from 2^-30 to 2^8 into 32 equal parts; a quantile is the middle of its bin, so within 1.6% of the exact one.
@@ -142,8 +142,6 @@ class Distribution(_Reduced):
 
     ADDED: ClassVar[tuple[str, ...]] = ("total", "count", "bins")
     TOPPED: ClassVar[tuple[str, ...]] = ("maximum",)
-    total: Scalar
-    count: Scalar
     maximum: Scalar
     bins: torch.Tensor
 
@@ -155,10 +153,6 @@ class Distribution(_Reduced):
         places = ((bits >> _SHIFT) - (_FIRST - 1)).clamp_(0, NUM_BINS - 1).long().flatten()
         bins = torch.zeros(NUM_BINS, dtype=torch.int64, device=x.device).index_add_(0, places, mask.flatten().long())
         return cls(total=x.sum(), count=mask.sum(), maximum=x.amax() if x.numel() else 0.0, bins=bins)
-
-    def value(self) -> float:
-        """The mean; NaN if nothing was counted."""
-        return Mean(total=self.total, count=self.count).value()
 
     def quantile(self, q: float) -> float:
         """The middle of the first bin up to whose end a part `q` of the numbers lies; NaN without numbers."""
