@@ -364,21 +364,6 @@ def prefill_attention(
     return out
 
 
-def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """[B, S, groups, queries per group, D], the last S tokens of the T whose keys and values are [B, T, groups, D]."""
-    batch, length, groups, share, size = queries.shape
-    q = queries.permute(0, 2, 3, 1, 4).reshape(batch, groups * share, length, size)
-    k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    if length == keys.shape[1]:
-        out = attend(q, k, v, is_causal=True, enable_gqa=share > 1)
-    else:
-        places = torch.arange(keys.shape[1], device=q.device)
-        # Only kernels without masks accept fewer key heads than query heads; the general kernel writes the scores out.
-        k, v = (tensor.repeat_interleave(share, dim=1) for tensor in (k, v))
-        out = attend(q, k, v, attn_mask=places[-length:, None] >= places)
-    return out.view(batch, groups, share, length, size).permute(0, 3, 1, 2, 4)
-
-
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -398,7 +383,18 @@ class GatheredAttention:
 
     def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The last S tokens of sequences: [B, S, groups, queries per group, D] to keys and values [B, T, groups, D]."""
-        return causal(queries, keys, values)
+        q = queries.flatten(2, 3).transpose(1, 2)
+        return self._causal(q, keys.transpose(1, 2), values.transpose(1, 2)).transpose(1, 2).view(queries.shape)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, heads, S, D], the last S tokens of the T whose keys and values are [B, groups, T, D]."""
+        length, share = q.shape[2], q.shape[1] // k.shape[1]
+        if length == k.shape[2]:
+            return attend(q, k, v, is_causal=True, enable_gqa=share > 1)
+        places = torch.arange(k.shape[2], device=q.device)
+        # Only kernels without masks accept fewer key heads than query heads; the general kernel writes the scores out.
+        k, v = (tensor.repeat_interleave(share, dim=1) for tensor in (k, v))
+        return attend(q, k, v, attn_mask=places[-length:, None] >= places)
 
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         """One token of each sequence: [B, groups, queries per group, D] -> the same shape."""
@@ -424,10 +420,8 @@ class FormedAttention(GatheredAttention):
         super().__init__(page_size)
         self._form, self._scale, self._sinks = form, scale, sinks
 
-    def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        q = queries.flatten(2, 3).transpose(1, 2)
-        out = windowed_attend(q, keys.transpose(1, 2), values.transpose(1, 2), self._form, self._scale, self._sinks)
-        return out.transpose(1, 2).view(queries.shape)
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return windowed_attend(q, k, v, self._form, self._scale, self._sinks)
 
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         k, v = gathered(cache, layer, plan)

@@ -113,8 +113,7 @@ class MegatronEngine:
 
     def shutdown(self) -> None:
         """Release what was kept for the next generation."""
-        self.generation.release()
-        self.decoder.release()
+        self.sleep(frozenset({Memory.kv_cache}))
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         return self.generation.run(work, sampling, self.version)
@@ -127,10 +126,8 @@ class ExactAttention(GatheredAttention):
         super().__init__(page_size)
         self._scale = scale
 
-    def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        q = queries.flatten(2, 3).transpose(1, 2)
-        out = exact.causal_attention(q, keys.transpose(1, 2), values.transpose(1, 2), self._scale)
-        return out.transpose(1, 2).view_as(queries)
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return exact.causal_attention(q, k, v, self._scale)
 
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         return exact.attention(queries, *gathered(cache, layer, plan), plan.visible, self._scale)

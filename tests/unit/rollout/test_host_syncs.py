@@ -14,7 +14,6 @@ from aligner.rollout.builtin.attention import (
     PagedKV,
     PrefillChunk,
     attend,
-    causal,
     plan_decode,
     plan_prefill,
     prefill_attention,
@@ -47,7 +46,7 @@ def test_prefill_attention_waits_for_nothing_and_attends_to_each_sequence_alone(
         last = first + len(chunk.tokens)
         past = [slots[20 : 20 + chunk.start] for slots in cache.slots(0)]
         whole = (torch.cat([old, new[first:last]])[None] for old, new in zip(past, (keys, values), strict=True))
-        torch.testing.assert_close(found[first:last], causal(queries[None, first:last], *whole)[0])
+        torch.testing.assert_close(found[first:last], GatheredAttention(1).fresh(queries[None, first:last], *whole)[0])
         first = last
 
 
