@@ -112,6 +112,10 @@ def seconds(value: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
 def gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= GIB / 20 else "-"
 
@@ -120,7 +124,7 @@ def _show_component(plan: ComponentPlan, out: Console) -> None:
     component = plan.component
     counts = sorted(set(plan.stage_parameters))
     per_rank = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
-    where = f"in the processes of the {component.within}" if component.within else f"on {component.num_ranks} ranks"
+    where = f"in the processes of the {component.within}" if component.within else f"on {ranks(component.num_ranks)}"
     out.print(f"\n[bold]{component.name}[/] {where}: {describe(component)}")
     out.print(f"{plan.model_parameters:,} parameters, {per_rank} on a rank")
     out.print(_memory_table(plan))

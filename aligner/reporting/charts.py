@@ -369,6 +369,7 @@ def _gantt(spans: Sequence[Span]) -> dict[str, Any]:
     ]
     option = _option(series, "seconds", "value")
     option["yAxis"] |= {"type": "category", "data": lanes, "inverse": True, "axisLabel": {"color": GREY, "interval": 0}}
+    option["xAxis"]["axisLabel"] = option["xAxis"]["axisLabel"] | {"showMaxLabel": False}  # it is not round
     option["tooltip"] |= {"trigger": "item"}
     return option
 

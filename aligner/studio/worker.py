@@ -98,12 +98,12 @@ def _check(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 def _planned(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     from aligner.commands.plan.command import load, plan_config
     from aligner.commands.plan.outputs import memory_chart
-    from aligner.planner.report import fullest, listed, seconds
+    from aligner.planner.report import fullest, listed, ranks, seconds
 
     settings: Any = load(config, overrides)
     job = plan_config(config, settings)
     nodes, whole = math.ceil(job.num_ranks / job.cluster.gpus_per_node), job.run.run_seconds
-    lines = [f"A step takes {seconds(job.step_seconds)} ({listed(job.run.phases, seconds)}), with {job.num_ranks} ranks."]
+    lines = [f"A step takes {seconds(job.step_seconds)} ({listed(job.run.phases, seconds)}), with {ranks(job.num_ranks)}."]
     if math.isfinite(whole):
         hours = f"{nodes * whole / 3600:,.2f} node hours on {nodes} of its nodes"
         lines.append(f"All {settings.loop.max_steps} steps take {seconds(whole)}: {hours}.")

@@ -15,7 +15,7 @@ from aligner.models.config import Recompute
 from aligner.planner import report
 from aligner.planner.estimate import ComponentPlan
 from aligner.planner.memory import PhaseMemory
-from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, gib, listed, seconds
+from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, gib, listed, ranks, seconds
 from aligner.planner.workload import GIB, Phase
 from aligner.reporting.charts import Panel, bars, trace
 from aligner.reporting.pages import drawing, publish_text, render_page
@@ -56,7 +56,7 @@ def report_html(job: JobPlan, spans: Sequence[Span]) -> str:
     return render_page(
         "plan.html",
         name=job.name,
-        heading=f"{job.num_ranks} ranks, {job.cluster.gpus_per_node} to a node of {job.cluster.gpu_memory_gib:g} GiB each",
+        heading=f"{ranks(job.num_ranks)}, {job.cluster.gpus_per_node} to a node of {job.cluster.gpu_memory_gib:g} GiB each",
         step=seconds(job.step_seconds),
         problems=job.problems,
         charts=list(enumerate(charts)),
@@ -68,11 +68,11 @@ def report_html(job: JobPlan, spans: Sequence[Span]) -> str:
 def memory_chart(plan: ComponentPlan, moments: Sequence[PhaseMemory]) -> Panel:
     """What holds the memory of a component's ranks in these moments, against the limit."""
     held = {name: [round(sum(one.parts.get(part, 0) for part in parts) / GIB, 4) for one in moments] for name, parts in COLUMNS.items()}
-    name, limit = f"{plan.component.name} on {plan.component.num_ranks} ranks ({describe(plan.component)})", plan.limit / GIB
+    name, limit = f"{plan.component.name} on {ranks(plan.component.num_ranks)} ({describe(plan.component)})", plan.limit / GIB
     title = f"memory of {name}: {gib(plan.peak.total)} of {gib(plan.limit)} GiB at its peak"
     shown = {kind: sizes for kind, sizes in held.items() if any(sizes)}
     found = bars(title, [f"{one.phase.value}, stage {one.stage}" for one in moments], shown, "GiB", stack="memory")
-    line = {"symbol": "none", "lineStyle": {"color": "#dc2626"}, "label": {"formatter": "limit", "color": "#dc2626"}}
+    line = {"symbol": "none", "lineStyle": {"color": "#dc2626"}, "label": {"formatter": "limit", "position": "start", "color": "#dc2626"}}
     found.option["series"].append({"type": "bar", "stack": "memory", "data": [], "markLine": line | {"data": [{"xAxis": limit}]}})
     found.option["xAxis"]["max"] = round(max(limit, plan.peak.total / GIB) * 1.02, 1)
     return found
@@ -157,6 +157,6 @@ def show_explained(job: JobPlan, found: Sequence[Change], out: Console) -> None:
     if not found:
         out.print("no single setting that was tried shortens it by 1%")
     for change in found[:SHOWN]:
-        ranks = f", on {change.num_ranks} ranks instead of {job.num_ranks}" if change.num_ranks != job.num_ranks else ""
+        where = f", on {ranks(change.num_ranks)} instead of {job.num_ranks}" if change.num_ranks != job.num_ranks else ""
         saved = 1 - change.step_seconds / job.step_seconds
-        out.print(f"  {' '.join(change.settings)}: {seconds(change.step_seconds)}, {saved:.0%} less{ranks}", soft_wrap=True)
+        out.print(f"  {' '.join(change.settings)}: {seconds(change.step_seconds)}, {saved:.0%} less{where}", soft_wrap=True)
