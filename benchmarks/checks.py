@@ -40,9 +40,7 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
     from aligner.algorithms.sft import TrainSFT
     from aligner.losses.sft import sft_loss
     from aligner.models import create
-    from aligner.models.checkpoint import checkpoint
-    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
-    from aligner.models.checkpoint import sums as checkpoint_sums
+    from aligner.models.checkpoint import checkpoint, optimizer as checkpoint_optimizer, sums as checkpoint_sums
     from aligner.models.config import ModelConfig
     from aligner.models.training import trainable
     from aligner.models.training.optimizer import OptimizerConfig

@@ -22,8 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from random_model import EOS
-from trl_grpo_reference import Clock as PhaseClock
-from trl_grpo_reference import Spec, fixed_batch, median_seconds, per_1000_tokens, read_spec
+from trl_grpo_reference import Clock as PhaseClock, Spec, fixed_batch, median_seconds, per_1000_tokens, read_spec
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig, TrainGRPO
 from aligner.data.order import EpochSampler

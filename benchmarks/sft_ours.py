@@ -14,8 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trl_grpo_reference import Clock as PhaseClock
-from trl_grpo_reference import median_seconds
+from trl_grpo_reference import Clock as PhaseClock, median_seconds
 from trl_sft_reference import Spec, read_spec
 
 from aligner.algorithms.sft import SFT, SFTConfig, TrainSFT

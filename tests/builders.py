@@ -24,8 +24,7 @@ def write_byte_tokenizer(
     directory: Path, special: Sequence[str], *, adds: Sequence[str] = (), first: Sequence[str] = (), **settings: object
 ) -> Path:
     """One token per byte, and special ones, behind them or `first`; `adds`: those that it begins every text with."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers, processors
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({letter: number for number, letter in enumerate((*first, *letters))}, []))

@@ -26,8 +26,11 @@ import browser  # noqa: E402
 import slurm_cluster  # noqa: E402
 import slurm_job  # noqa: E402
 import tiers  # noqa: E402
-from preloaded import ForkedProcess, Preloaded  # noqa: E402
-from preloaded import preloaded as preloaded_process  # noqa: E402
+from preloaded import (  # noqa: E402
+    ForkedProcess,
+    Preloaded,
+    preloaded as preloaded_process,  # noqa: E402
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"

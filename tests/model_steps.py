@@ -13,8 +13,7 @@ from aligner.loop.checkpointing import RunCheckpointer
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
-from aligner.models.checkpoint.checkpoint import SaveRequest
-from aligner.models.checkpoint.checkpoint import save as save_checkpoint
+from aligner.models.checkpoint.checkpoint import SaveRequest, save as save_checkpoint
 from aligner.models.checkpoint.files import complete_steps
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.run.session import Session

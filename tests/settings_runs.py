@@ -203,10 +203,7 @@ class Runs:
 
     @contextlib.contextmanager
     def _in_process(self, outcome: Outcome, until: int, since: Path | None) -> Iterator[None]:
-        from aligner.jobs import samples as job
-        from aligner.jobs import serves as serving
-        from aligner.jobs import trains as trainer_job
-        from aligner.jobs import writes as writer_job
+        from aligner.jobs import samples as job, serves as serving, trains as trainer_job, writes as writer_job
 
         places = (serving, trainer_job, writer_job, job)
         with contextlib.ExitStack() as stack:

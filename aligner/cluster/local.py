@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from aligner.cluster import lease as leases
-from aligner.cluster import processes
+from aligner.cluster import lease as leases, processes
 from aligner.cluster.component import Component, LocalLauncherConfig, check_components, free_ports, rank_environment
 from aligner.cluster.console import Channel, Console
 from aligner.cluster.lease import LeaseRecord

@@ -317,8 +317,7 @@ def kinds_of(location: str) -> list[str]:
 
 def _stand_in(folder: Path) -> Path:
     """A tokenizer whose tokens are bytes and the marks of ChatML."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -17,8 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Overdue
+from concurrent.futures import Future, TimeoutError as Overdue
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any

@@ -10,18 +10,20 @@ from typing import Any, ClassVar
 
 from aligner.errors import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, ConfigError, check_range
 from aligner.hub.names import Files
-from aligner.models.architecture.architecture import NOT_SCALED as NOT_SCALED
-from aligner.models.architecture.architecture import OF_EXPERTS as OF_EXPERTS
-from aligner.models.architecture.architecture import ROPE_FACTORS as ROPE_FACTORS
-from aligner.models.architecture.architecture import Activation as Activation
-from aligner.models.architecture.architecture import Architecture as Architecture
-from aligner.models.architecture.architecture import Family as Family
-from aligner.models.architecture.architecture import HFArchitecture as HFArchitecture
-from aligner.models.architecture.architecture import Normalization as Normalization
-from aligner.models.architecture.architecture import ParallelResidual as ParallelResidual
-from aligner.models.architecture.architecture import PositionEmbedding as PositionEmbedding
-from aligner.models.architecture.architecture import SeeingArchitecture as SeeingArchitecture
-from aligner.models.architecture.architecture import refuse
+from aligner.models.architecture.architecture import (
+    NOT_SCALED as NOT_SCALED,
+    OF_EXPERTS as OF_EXPERTS,
+    ROPE_FACTORS as ROPE_FACTORS,
+    Activation as Activation,
+    Architecture as Architecture,
+    Family as Family,
+    HFArchitecture as HFArchitecture,
+    Normalization as Normalization,
+    ParallelResidual as ParallelResidual,
+    PositionEmbedding as PositionEmbedding,
+    SeeingArchitecture as SeeingArchitecture,
+    refuse,
+)
 
 
 class Dtype(str, Enum):

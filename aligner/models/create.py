@@ -30,8 +30,7 @@ from aligner.models.modules.hf_chunk import HFChunk, probe
 from aligner.models.modules.layers import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import resolve_dtype
-from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from aligner.models.modules.peft import load_peft, peft_config, start_from_weights, targets_in_wrapper
+from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE, load_peft, peft_config, start_from_weights, targets_in_wrapper
 from aligner.models.modules.scalar_head import VALUES, PolicyHead, ScalarHead, read_head
 from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig

@@ -25,8 +25,7 @@ from aligner.online.task import OnlineTask
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 from aligner.protocols import Added, Critic, Loss, Policy
-from aligner.telemetry.metrics import Metric
-from aligner.telemetry.metrics import values as numbers
+from aligner.telemetry.metrics import Metric, values as numbers
 from aligner.types import RolloutBatch, ValueBatch
 from aligner.types.batches import BatchT
 

@@ -42,9 +42,7 @@ with warnings.catch_warnings():
         from aligner.parallel import cpu_platform
 
         cpu_platform.install()
-    from megatron.core import __version__ as version
-    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core import optimizer as optimizers
+    from megatron.core import __version__ as version, dist_checkpointing, optimizer as optimizers, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.strategies import filesystem_async

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nicegui import run as background
-from nicegui import ui
+from nicegui import run as background, ui
 
 from aligner.reporting.charts import GROUPS, Panel, group_of, panels
 from aligner.reporting.diagnosis import Finding

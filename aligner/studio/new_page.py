@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nicegui import run as background
-from nicegui import ui
+from nicegui import run as background, ui
 
 from aligner.errors import AlignerError, ServerError
 from aligner.reporting.charts import Panel

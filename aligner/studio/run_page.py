@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from nicegui import run as background
-from nicegui import ui
+from nicegui import run as background, ui
 
 from aligner.errors import AlignerError, ServerError
 from aligner.reporting.charts import Panel, times

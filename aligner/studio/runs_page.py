@@ -12,8 +12,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from fastapi import Query
-from nicegui import run as background
-from nicegui import ui
+from nicegui import run as background, ui
 
 from aligner.reporting.formats import seconds, stretches
 from aligner.reporting.jsonl import StepMetrics

@@ -13,8 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nicegui import run as background
-from nicegui import ui
+from nicegui import run as background, ui
 
 from aligner.data.vision import ImageStore
 from aligner.errors import AlignerError

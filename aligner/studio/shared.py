@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nicegui import run as background
-from nicegui import ui
+from nicegui import run as background, ui
 
 from aligner.reporting.charts import Panel
 from aligner.studio.runs import Run, Runs

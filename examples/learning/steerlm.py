@@ -205,8 +205,7 @@ def request(who: str, level: int) -> dict:
 
 def write_tokenizer(folder: Path) -> None:
     """One token per word, mark and line break, as a Hugging Face tokenizer."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, pre_tokenizers, processors
 
     vocabulary = {token: number for number, token in enumerate((*SPECIAL.values(), *FORMAT, *WORDS))}
     backend = Backend(models.WordLevel(vocabulary, unk_token=SPECIAL["unk_token"]))

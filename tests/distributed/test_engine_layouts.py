@@ -39,8 +39,7 @@ from aligner.protocols import Replica
 from aligner.rollout.config import AsynchronousConfig, ShareWork
 from aligner.rollout.engine import GenRequest
 from aligner.rollout.engine.work import Queue, SharedWork, divide
-from aligner.telemetry.metrics import Distribution, Max, Mean, Min, Sum
-from aligner.telemetry.metrics import values as values_of
+from aligner.telemetry.metrics import Distribution, Max, Mean, Min, Sum, values as values_of
 from aligner.types import LabeledBatch, LossOutput, SamplingConfig, Scores
 from aligner.types.rows import take_rows
 

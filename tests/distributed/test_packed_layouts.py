@@ -51,8 +51,7 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 def write_models(folder: Path) -> None:
     """A random Llama with biases, an adapter on it that is not zero, by PEFT, and a mixture of experts."""
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
+    from peft import LoraConfig as PeftConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(1)

@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as Written
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Written, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from aligner.data.tokenizer import Tokenizer, load_tokenizer

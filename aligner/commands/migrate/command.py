@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from aligner.commands.migrate.engine import Migration, Row, Severity, is_open, replaced
-from aligner.commands.migrate.engine import migrate as migrated
+from aligner.commands.migrate.engine import Migration, Row, Severity, is_open, migrate as migrated, replaced
 from aligner.commands.migrate.reading import joined, read
 from aligner.commands.migrate.transforms import Kind
 from aligner.commands.parts import MigrateOptions

@@ -30,13 +30,10 @@ import torch.distributed as dist
 from aligner.data.tokenizer import model_settings
 from aligner.data.vision import PROCESSOR_FILES
 from aligner.errors import CheckpointError, ConfigError, describe_os_error
-from aligner.models.checkpoint import async_save, files, manifest, safe_pickle
-from aligner.models.checkpoint import optimizer as checkpoint_optimizer
-from aligner.models.checkpoint import sums as checkpoint_sums
+from aligner.models.checkpoint import async_save, files, manifest, optimizer as checkpoint_optimizer, safe_pickle, sums as checkpoint_sums
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve, step_directory
 from aligner.models.checkpoint.hf_files import CONFIG_FILE
-from aligner.models.checkpoint.weights import kind_of, load_same, read, sharded_state
-from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
+from aligner.models.checkpoint.weights import kind_of, load_same, read, sharded_state, to_marker as adapters_to_marker
 from aligner.models.checkpoint.wrapper import WRAPPER
 from aligner.models.config import HFArchitecture, Implementation
 from aligner.models.families import architecture_to_hf

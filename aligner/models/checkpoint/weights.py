@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from aligner.errors import CheckpointError
-from aligner.models.checkpoint import manifest, safe_pickle
-from aligner.models.checkpoint import sums as checkpoint_sums
+from aligner.models.checkpoint import manifest, safe_pickle, sums as checkpoint_sums
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.foreign.tensors import Files, TorchDist

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aligner.models.config import Architecture
-from aligner.models.modules.windowed_attention import Form, masked, sees
-from aligner.models.modules.windowed_attention import attend as windowed_attend
+from aligner.models.modules.windowed_attention import Form, attend as windowed_attend, masked, sees
 from aligner.rollout.builtin.quantized import decoded, encoded, scales_of
 
 

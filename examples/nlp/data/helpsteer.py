@@ -17,8 +17,7 @@ from collections.abc import Iterator
 
 from conversion import Record, converter, each_record, label_text, run, steerlm
 
-from aligner.data.forms import HELPSTEER_ATTRIBUTES as ATTRIBUTES
-from aligner.data.forms import helpsteer_turns as messages
+from aligner.data.forms import HELPSTEER_ATTRIBUTES as ATTRIBUTES, helpsteer_turns as messages
 
 
 def regression(record: Record) -> Iterator[Record]:

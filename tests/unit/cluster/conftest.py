@@ -14,9 +14,7 @@ from training_jobs import eventually
 
 from aligner.cluster import lease as leases
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm import attempt as attempts
-from aligner.cluster.slurm import conductor as preflights
-from aligner.cluster.slurm import steps
+from aligner.cluster.slurm import attempt as attempts, conductor as preflights, steps
 from aligner.cluster.slurm.allocation import StopRequests, allocation
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.conductor import conduct

@@ -25,8 +25,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= "
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `tokenizer/` (one token per character, no chat template) and `prompts.jsonl` (8 sums with answers)."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("task")
     names = ["<pad>", "<eos>", *LETTERS]

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from aligner.commands.migrate.command import OTHER, migrate, report
-from aligner.commands.migrate.engine import Migration
-from aligner.commands.migrate.engine import migrate as migrated
+from aligner.commands.migrate.engine import Migration, migrate as migrated
 from aligner.commands.migrate.reading import Source, read
 from aligner.commands.migrate.transforms import Kind
 from aligner.commands.parts import MigrateOptions

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from aligner.commands.migrate.command import OTHER, command_line, migrate, report
-from aligner.commands.migrate.engine import Migration, Severity, replaced
-from aligner.commands.migrate.engine import migrate as migrated
+from aligner.commands.migrate.engine import Migration, Severity, migrate as migrated, replaced
 from aligner.commands.migrate.reading import read
 from aligner.commands.parts import MigrateOptions
 from aligner.commands.plan import command as plan

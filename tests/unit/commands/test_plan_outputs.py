@@ -22,8 +22,7 @@ from planned import SPANS, planned_ppo
 
 from aligner.commands import against
 from aligner.commands.parts import PlanOptions
-from aligner.commands.plan import command as plan
-from aligner.commands.plan import outputs
+from aligner.commands.plan import command as plan, outputs
 from aligner.commands.plan.outputs import config_and_overrides, report_html, write_outputs
 from aligner.errors import ConfigError, DataError
 from aligner.planner.memory import PhaseMemory

@@ -12,10 +12,7 @@ import pytest
 from aligner.algorithms.registry import recipes
 from aligner.commands.plan import command as plan
 from aligner.errors import ConfigError
-from aligner.jobs import samples as online_job
-from aligner.jobs import serves as serving
-from aligner.jobs import trains as trainer_job
-from aligner.jobs import writes as writer_job
+from aligner.jobs import samples as online_job, serves as serving, trains as trainer_job, writes as writer_job
 from aligner.planner.estimate import check
 from aligner.settings.compose import compose
 

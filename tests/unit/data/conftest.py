@@ -21,8 +21,7 @@ TEMPLATE = (
 
 def write_tokenizer(directory: Path, **settings: object) -> Path:
     """One token per printable ASCII character; `settings` go to tokenizer_config.json."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, pre_tokenizers, processors
 
     backend = Backend(models.WordLevel({token: i for i, token in enumerate([*SPECIAL, *PRINTABLE])}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

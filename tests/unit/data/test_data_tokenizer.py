@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from builders import write_byte_tokenizer
-from tokenizers import Tokenizer as Written
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer as Written, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from aligner.cluster.run_directory import RunDirectory

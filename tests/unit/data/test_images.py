@@ -27,8 +27,7 @@ from vision_models import picture, write_seeing
 
 from aligner import cli
 from aligner.api import _write_rows
-from aligner.data import images as images_module
-from aligner.data import vision as vision_module
+from aligner.data import images as images_module, vision as vision_module
 from aligner.data.config import (
     AnnotateDataConfig,
     BadLines,
@@ -51,8 +50,7 @@ from aligner.data.distillation import Manifest, begin, data_digest, distillation
 from aligner.data.images import images_in
 from aligner.data.judged import load_regression, load_steps, load_unpaired, mismatched
 from aligner.data.labelled import load_requests, load_unlabelled
-from aligner.data.messages import Image as Picture
-from aligner.data.messages import Message
+from aligner.data.messages import Image as Picture, Message
 from aligner.data.prompts import load_prompts, read_questions
 from aligner.data.sources import Fields, RawRecord
 from aligner.data.supervised import load_demonstrations, load_preferences, load_supervised

@@ -32,8 +32,7 @@ def make_tokenizer(folder: Path, kind: str) -> Path:
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML}
     if kind != "metaspace":
         return write_byte_tokenizer(folder, SPECIAL, first=SPECIAL if kind == "inside" else (), **named)
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
     letters = ["\N{LOWER ONE EIGHTH BLOCK}", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary = {letter: number for number, letter in enumerate(("<unk>", *letters))}
@@ -156,8 +155,7 @@ def test_marks_of_what_an_assistant_wrote_stay_in_their_place(chatml, tmp_path):
 
 def test_a_vocabulary_that_reads_them_as_words_refuses(tmp_path):
     """A tokenizer of whole words has no other way to write one."""
-    from tokenizers import AddedToken, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import AddedToken, Tokenizer as Backend, models, pre_tokenizers
 
     backend = Backend(models.WordLevel({"<eos>": 0, "<unk>": 1, "a": 2}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -35,8 +35,7 @@ TEMPLATE = (
 
 def make_tokenizer(directory: Path, **settings: object) -> Tokenizer:
     """One token per printable ASCII character."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, pre_tokenizers
 
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     backend = Backend(models.WordLevel({token: i for i, token in enumerate([*SPECIAL, *characters])}, unk_token="<pad>"))

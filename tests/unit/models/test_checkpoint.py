@@ -10,8 +10,7 @@ import torch
 from model_steps import adam, make_batch, same, save, train, weights_of
 
 from aligner.errors import CheckpointError
-from aligner.models.checkpoint import checkpoint, files, weights
-from aligner.models.checkpoint import optimizer as checkpoint_optimizer
+from aligner.models.checkpoint import checkpoint, files, optimizer as checkpoint_optimizer, weights
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerKind
 from aligner.types import TokenBatch

@@ -14,8 +14,7 @@ import torch
 from model_steps import train
 
 from aligner.errors import CheckpointError
-from aligner.models.checkpoint import checkpoint, safe_pickle
-from aligner.models.checkpoint import weights as checkpoint_weights
+from aligner.models.checkpoint import checkpoint, safe_pickle, weights as checkpoint_weights
 from aligner.models.training.optimizer import OptimizerConfig
 
 # Megatron-Core 0.19 writes one file per rank, with the common state in it.

@@ -12,9 +12,7 @@ import torch
 from model_steps import train
 
 from aligner.errors import CheckpointError
-from aligner.models.checkpoint import async_save, checkpoint
-from aligner.models.checkpoint import optimizer as checkpoint_optimizer
-from aligner.models.checkpoint import sums as checkpoint_sums
+from aligner.models.checkpoint import async_save, checkpoint, optimizer as checkpoint_optimizer, sums as checkpoint_sums
 from aligner.models.checkpoint.optimizer import boxes
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig

@@ -12,8 +12,7 @@ import pytest
 from model_steps import adam, same, save, train, weights_of
 
 from aligner.errors import CheckpointError, ConfigError
-from aligner.models.checkpoint import async_save, checkpoint
-from aligner.models.checkpoint import files as checkpoint_files
+from aligner.models.checkpoint import async_save, checkpoint, files as checkpoint_files
 from aligner.models.config import Dtype
 
 pytestmark = pytest.mark.usefixtures("topology")

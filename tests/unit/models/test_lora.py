@@ -17,8 +17,7 @@ from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
 from aligner.models import create
-from aligner.models.checkpoint import checkpoint
-from aligner.models.checkpoint import weights as checkpoint_weights
+from aligner.models.checkpoint import checkpoint, weights as checkpoint_weights
 from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Recompute
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.peft import CONFIG_FILE, load_peft, save_peft

@@ -77,8 +77,7 @@ def make(load_policy, base):
 @pytest.fixture(scope="module")
 def adapter(base, tmp_path_factory) -> Path:
     """PEFT's, with B's that are not zero."""
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
+    from peft import LoraConfig as PeftConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     directory = tmp_path_factory.mktemp("adapter")

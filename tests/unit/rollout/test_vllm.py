@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 import torch
 from model_steps import adam, train
-from own_models import CONFIGS, make_directory
-from own_models import SIZES as OWN_SIZES
+from own_models import CONFIGS, SIZES as OWN_SIZES, make_directory
 from rollout_parts import sampled
 from safetensors.torch import load_file
 
@@ -763,8 +762,7 @@ def test_the_fake_has_vllm_s_names():
 
 def policy_of(make_model: Callable, name: str, **config):
     """A policy of a family, with the sizes that vLLM's kernels want: heads of 32 dimensions."""
-    from hf_models import HF_MODELS
-    from hf_models import SIZES as HF_SIZES
+    from hf_models import HF_MODELS, SIZES as HF_SIZES
     from transformers import AutoConfig
 
     from aligner.models.families import architecture_from_hf

@@ -22,8 +22,7 @@ from aligner.algorithms.ppo import TrainPPO
 from aligner.data.vision import ImageStore
 from aligner.errors import ConfigError
 from aligner.jobs import serves as serving
-from aligner.servers import config as server_config
-from aligner.servers import processes, wire
+from aligner.servers import config as server_config, processes, wire
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig, Transport
 from aligner.servers.frontend import TRITON, Frontend
 from aligner.servers.health import Supervisor
