@@ -48,6 +48,7 @@ def restore(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded
     Returns the names of this rank's parameters whose float32 weights differ from the model's: the state belongs to other weights, and
     none of it is loaded. Empties `loaded` on the way, so that host memory holds the state once.
     """
+    # Megatron-Core's distributed optimizer may give its groups each other's settings.
     configured = [{name: group[name] for name in _CONFIGURED} for group in optimizer.param_groups]
     if strangers := _fill(optimizer, sharded_weights, loaded, step):
         return strangers
