@@ -245,7 +245,7 @@ class OnlineJob(Generic[C]):
         training = create.training(model, config.optimizer, guard=Guard(config.guard), **how)
         policy = create.create_policy(model, self.files[1], config.parallel, self.session.topology, training)
         if shared is not None:
-            shared.holds(policy.model)
+            shared.model = policy.model
         return policy
 
     def _validation(self, prompts: Sequence[Prompt]) -> Validation:

@@ -127,7 +127,7 @@ class Residence:
 
 @dataclass(eq=False)
 class SharedDevice:
-    """The training component's side, on every rank; `turn` is rank 0's. A model handed to `holds` leaves and comes back with it."""
+    """The training component's side, on every rank; `turn` is rank 0's. The `model` leaves and comes back with it."""
 
     turn: Turn
     progress: Progress
@@ -138,10 +138,6 @@ class SharedDevice:
     def take(self) -> None:
         """Wait for the turn; no rank uses the device before. Raises ServerTimeout."""
         from_rank_0(lambda: self.turn.take(self.timeout_seconds))
-
-    def holds(self, model: Movable) -> None:
-        """The model that is on the device from now on."""
-        self.model = model
 
     @contextmanager
     def given_away(self) -> Iterator[None]:

@@ -90,7 +90,7 @@ def shared_device(path: Path) -> tuple[SharedDevice, Model, Progress]:
     model, progress = Model(), Progress()
     device = SharedDevice(Turn(path, "actor"), progress, timeout_seconds=0.05)
     device.take()
-    device.holds(model)
+    device.model = model
     return device, model, progress
 
 
