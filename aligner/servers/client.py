@@ -188,15 +188,13 @@ class CriticClient(CriticHistory):
     critic after all training of which the result was awaited: await values before the next training, and training before the next values.
     """
 
-    def __init__(
-        self, services_dir: Path, *, config: ClientConfig, access: Access, run: str, journal: Path | None = None, name: str = "critic"
-    ) -> None:
+    def __init__(self, services_dir: Path, *, config: ClientConfig, access: Access, run: str, journal: Path | None = None) -> None:
         """Raises ServerError if the journal cannot be opened."""
-        link = ServiceLink(services_dir, name, config, access=access, attempt=current_attempt(), is_talkative=journal is not None)
+        link = ServiceLink(services_dir, "critic", config, access=access, attempt=current_attempt(), is_talkative=journal is not None)
         super().__init__(link, config, run=run, journal=None if journal is None else Journal(journal))
-        self._threads = {"infer": WorkerThreads(f"{name}-infer", config.num_threads), "train": WorkerThreads(f"{name}-train", 1)}
+        self._threads = {"infer": WorkerThreads("critic-infer", config.num_threads), "train": WorkerThreads("critic-train", 1)}
         if journal is not None:
-            self._threads["watch"] = WorkerThreads(f"{name}-watch", 1)
+            self._threads["watch"] = WorkerThreads("critic-watch", 1)
             self._threads["watch"].submit(self._look_now_and_then)
         atexit.register(self.close)  # a thread that is inside torch while the interpreter goes away aborts the process
 
