@@ -46,8 +46,8 @@ Score = Callable[[Sequence[Sequence[int]], int], tuple[list[list[float]], list[l
 class BadRequest(Refusal):
     """Refused, naming the parameter."""
 
-    def __init__(self, message: str, parameter: str | None = None, status: int = 400) -> None:
-        super().__init__(status, message)
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(400, message)
         self.parameter = parameter
 
 
