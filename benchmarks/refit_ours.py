@@ -44,7 +44,7 @@ def make_refit(spec: dict[str, Any]) -> Callable[[], int]:
     policy = create.create_policy(config, architecture, parallel, layout, frozen)
     if not spec["streamed"]:
         engine = MegatronEngine(policy.chunks, RolloutConfig(tp=spec["tp"], refit_bucket_mib=spec["bucket_mib"]), eos_id=-1)
-        return lambda: engine.refit(1).num_bytes
+        return lambda: engine.refit(1)
     manifest = hf_manifest(architecture, policy.chunks[0].config.params_dtype)
     buffers = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=platform.device()) for name, tensor in manifest.tensors.items()}
 

@@ -7,7 +7,7 @@ One step: a batch of examples with the teacher's log-probs; one update of the po
 of both distributions renormalised over the K tokens, or with all other tokens as one more outcome.
 
 Against `sft.py`: each position teaches how likely all of the teacher's K tokens were, not which one is in the data. Against
-`online_distillation.py`: the text is the data's, not the student's own, and the teacher need not be there, so it may be of any size and
+`online_distill.py`: the text is the data's, not the student's own, and the teacher need not be there, so it may be of any size and
 layout.
 """
 

@@ -7,7 +7,7 @@ One step: sample responses to prompts; the teacher's log-probs in each of their 
               -KL(student || teacher) over the whole vocabulary, estimated from one token per place.
 
 `topk` has less variance, but does not see what the student does outside the teacher's K tokens; `sampled` does. Gradients do not go through
-the sampling itself, as in the paper. Against `distillation.py`: the text is the student's, so it learns where it errs; the teacher is asked
+the sampling itself, as in the paper. Against `distill.py`: the text is the student's, so it learns where it errs; the teacher is asked
 at every step.
 """
 

@@ -137,7 +137,7 @@ def test_ppo_and_its_critic_learn_from_sessions_of_several_rows(task: Path, kind
         "algorithm.mini_batch_size=16",
         "critic.mini_batch_size=16",
         "reward.serve=false",
-        *PLAIN_SERVERS,
+        *(PLAIN_SERVERS if kind == "server" else ()),
     ]
     lengths = [f"rollout.sampling.max_response_length={ROOM}", "loop.table_every=0", "run.export_hf=false", "loop.max_steps=8"]
     run_job(launcher("ppo"), run, [*ppo_settings(task), *agent(task, BRANCHING, "branching.py"), *sizes, *lengths])
