@@ -1,4 +1,4 @@
-"""A teacher's pass over supervised examples, for `distillation.py`: no training, one step of the loop is one file of its log-probs."""
+"""A teacher's pass over supervised examples, for `distill.py`: no training, one step of the loop is one file of its log-probs."""
 
 from __future__ import annotations
 
