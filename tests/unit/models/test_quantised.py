@@ -61,11 +61,12 @@ def change_config(directory: Path, **changes: object) -> None:
     (directory / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_a_published_model_is_read_and_written_unquantised(quantised, topology, load_policy, tmp_path):
+@pytest.mark.parametrize("implementation", [Implementation.megatron, Implementation.transformers])
+def test_a_published_model_is_read_and_written_unquantised(implementation, quantised, topology, load_policy, tmp_path):
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     theirs = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True))
-    policy = load_policy(quantised)
+    policy = load_policy(quantised, config={"implementation": implementation})
     exported = dict(policy.export_weights())
     expected = {name: tensor.float() for name, tensor in theirs.state_dict().items()}
     assert exported.keys() == expected.keys() and all(torch.equal(exported[name].cpu(), tensor) for name, tensor in expected.items())
