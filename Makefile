@@ -92,7 +92,7 @@ gpu-check: ## everything verified and measured on one real GPU, in two halves of
 gpu-check-wheels: ## the packages that `make gpu-check` brings to a machine without a network (50 MiB)
 	@$(PYTHON) tools/gpu_check_wheels.py $(GPU_CHECK_WHEELS)
 
-mutants: $(STAMP) ## plants faults one at a time, all of which a test must notice; writes tests/mutants.md (ARGS='--only ID'; an hour)
+mutants: $(STAMP) ## plants faults one at a time, all of which a test must notice; writes tests/mutants.md (ARGS='--only ID'; 40 minutes)
 	@$(RUN_ENV) $(BIN)/python tests/mutants.py $(ARGS)
 
 chaos: $(STAMP) ## random processes of a PPO run killed at random moments: is what comes out the same? (ARGS='--kills 100 --seed 1 --table build/chaos.md': an hour)
