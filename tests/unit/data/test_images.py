@@ -53,7 +53,7 @@ from aligner.data.labelled import load_requests, load_unlabelled
 from aligner.data.messages import Image as Picture, Message
 from aligner.data.prompts import load_prompts, read_questions
 from aligner.data.sources import Fields, RawRecord
-from aligner.data.supervised import load_demonstrations, load_preferences, load_supervised
+from aligner.data.supervised import answered, load_demonstrations, load_preferences, load_supervised
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.data.vision import ImageStore, Vision, decoded
 from aligner.errors import ConfigError, DataError
@@ -400,11 +400,11 @@ def test_every_loader_of_prompts_and_rows(seeing, jsonl, pictures):
     (shown,), _ = load_demonstrations(path, DemonstrationDataConfig(train=path, max_prompt_length=100, **settings), tokenizer)
     path = jsonl({"prompt": [user]})
     (request,), _ = load_requests(path, RequestDataConfig(train=path), tokenizer)
-    assert [files(tokenizer, one) for one in (scored.row, steps.row, shown.prompt, shown.row(shown.response), request.prompt)] == [
-        [SMALL]
-    ] * 5
-    answered = jsonl(request.answered("Me"))  # what `generate` writes can be trained on
-    (row,) = rows(answered, tokenizer)
+    demonstration = answered(shown.prompt, shown.response)
+    examples = (scored.row, steps.row, shown.prompt, demonstration, request.prompt)
+    assert [files(tokenizer, one) for one in examples] == [[SMALL]] * 5
+    written = jsonl(request.answered("Me"))  # what `generate` writes can be trained on
+    (row,) = rows(written, tokenizer)
     assert files(tokenizer, row) == [SMALL] and row.tokens[: len(request.prompt.tokens)] == request.prompt.tokens
 
 
