@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,27 +44,18 @@ def write_lines(path: Path, records: int) -> None:
             file.write("".join(LINE % number for number in range(start, min(start + 10_000, records))))
 
 
-def blocks(records: int) -> Any:
-    """(record batch, counts) of 1024 examples each, with random tokens; half of each is learnt."""
-    import pyarrow as pa
-
+def blocks(records: int) -> Iterator[list[Any]]:
+    """Lists of 1024 examples with random tokens; half of each is learnt."""
     from aligner.data.collate import SupervisedExample
-    from aligner.data.stored import schema_of
 
-    schema, draw = schema_of(SupervisedExample), np.random.default_rng(0)
+    draw = np.random.default_rng(0)
     for start in range(0, records, 1024):
-        lengths = draw.integers(8, 65, min(1024, records - start))
-        starts = np.concatenate([[0], lengths.cumsum()])
-        within = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-        learnt = within >= np.repeat(lengths // 2, lengths)
-        offsets = pa.array(starts, pa.int64())
-        columns = [
-            pa.LargeListArray.from_arrays(offsets, pa.array(draw.integers(3, 500, starts[-1]), pa.int32())),
-            pa.LargeListArray.from_arrays(offsets, pa.array(learnt)),
-            pa.array([f"lines.jsonl:{start + row + 1}" for row in range(len(lengths))], pa.large_string()),
-        ]
-        counts = np.stack([lengths, lengths - lengths // 2], axis=-1)[:, None]
-        yield pa.RecordBatch.from_arrays(columns, schema=schema), counts
+        made = []
+        for row, length in enumerate(draw.integers(8, 65, min(1024, records - start)).tolist(), start + 1):
+            mask = (False,) * (length // 2) + (True,) * (length - length // 2)
+            tokens = tuple(draw.integers(3, 500, length).tolist())
+            made.append(SupervisedExample(tokens=tokens, loss_mask=mask, source=f"lines.jsonl:{row}"))
+        yield made
 
 
 def reader(records: int) -> Any:
@@ -75,21 +67,20 @@ def reader(records: int) -> Any:
     def load_random(location, config, tokenizer, *, first=None) -> tuple[list[SupervisedExample], LoadReport]:
         directory = STORING.get().directory
         writer = ShardWriter(directory, 0, SupervisedExample)
-        for batch, counts in blocks(records):
-            writer.write_batch(batch, counts)
+        for examples in blocks(records):
+            writer.write(examples)
         writer.close()
         write_index(directory, writer.blocks, writer.counts)
         counts = {"num_records": records, "num_kept": records, "num_too_long": 0, "num_truncated": 0, "num_bad": 0}
         return [], LoadReport(location=location, too_long=(), problems=(), unused={}, **counts)
 
-    load_random.__annotations__["return"] = tuple[list[SupervisedExample], LoadReport]
     return load_random
 
 
 def start(folder: Path, records: int, tokenizer_path: str, *, in_memory: bool) -> dict[str, float]:
     """Load, describe and read batches as a run does; the figures."""
     from aligner.data.cache import load_cached
-    from aligner.data.collate import supervised_batch
+    from aligner.data.collate import SupervisedExample, supervised_batch
     from aligner.data.config import SFTDataConfig
     from aligner.data.order import order_of
     from aligner.data.stored import row_counts
@@ -99,7 +90,7 @@ def start(folder: Path, records: int, tokenizer_path: str, *, in_memory: bool) -
     config = SFTDataConfig(train=path, cache=str(folder / "cache"))
     tokenizer = load_tokenizer(tokenizer_path)
     before, began = memory("RssAnon"), time.perf_counter()
-    examples, _ = load_cached(reader(records), path, config, tokenizer, first=None, heartbeat=lambda: None)
+    examples, _ = load_cached(reader(records), SupervisedExample, path, config, tokenizer, first=None, heartbeat=lambda: None)
     if in_memory:
         examples = list(examples)
     lengths = row_counts(examples)[..., 0]

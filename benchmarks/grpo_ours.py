@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from random_model import EOS
 from trl_grpo_reference import Clock as PhaseClock, Spec, fixed_batch, median_seconds, per_1000_tokens, read_spec
@@ -161,11 +162,12 @@ def check_numbers(algorithm: GRPO, spec: Spec, extras: dict | None = None) -> di
         ref_logprobs=torch.full(tokens.shape, fixed["ref_logprob"]) * mask,
         extras=extras or {},
     )
-    model = algorithm.policy.model
+    policy: Any = algorithm.policy
+    model = policy.model
     for runner in model.runners:
         runner.zero_grad_buffer()
     parts = model._micro_batches(batch, model._plan(batch))
-    metrics = forward.forward_backward(model.runners, parts, algorithm.policy._outputs, algorithm.loss(), counts=True)
+    metrics = forward.forward_backward(model.runners, parts, policy._outputs, algorithm.loss(), counts=True)
     norm = sum(float(parameter.main_grad.norm()) ** 2 for chunk in model.chunks for parameter in chunk.parameters()) ** 0.5
     return {"loss": values(metrics)["policy/loss"], "grad_norm": norm}
 

@@ -315,11 +315,11 @@ def started_server(run: Path, transport: Transport) -> Iterator[tuple[Registrati
     try:
         registration = wait_for_service(run / transport.value, "critic", timeout_seconds=START_SECONDS)
         pids, address = {"gateway": server.pid}, ""
-        for pid, command in processes_with_variable(f"{MARKER}={registration.incarnation}").items():
-            if "tritonserver --id" in command:
+        for pid, running in processes_with_variable(f"{MARKER}={registration.incarnation}").items():
+            if "tritonserver --id" in running:
                 pids["tritonserver"] = pid
-                address = next(word for word in command.split() if word.startswith("unix:"))
-            elif "triton_python_backend_stub" in command:
+                address = next(word for word in running.split() if word.startswith("unix:"))
+            elif "triton_python_backend_stub" in running:
                 pids["stub"] = pid
         yield registration, pids, address
         server.send_signal(signal.SIGTERM)

@@ -9,6 +9,7 @@ takes the requests as batches in their order, each until its longest response is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rollout_work import Case, Side, Spec, run
 
@@ -23,7 +24,8 @@ def make_side(spec: Spec) -> Side:
     torch.set_num_threads(spec.threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=getattr(torch, spec.dtype)).to(spec.device).eval()
     model.generation_config.eos_token_id = None  # nothing but its limit ends a response
-    modes = {"dynamic": Batches(model, spec, None), "static": Batches(model, spec, "static"), "continuous": Continuous(model, spec)}
+    modes: dict[str, Any] = {"dynamic": Batches(model, spec, None), "static": Batches(model, spec, "static")}
+    modes["continuous"] = Continuous(model, spec)
     if spec.mode not in modes:
         raise ValueError(f"spec.mode={spec.mode!r}: must be one of {', '.join(modes)}")
     sampler = modes[spec.mode]

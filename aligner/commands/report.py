@@ -24,22 +24,20 @@ def report(directories: Sequence[Path], output: Path | None = None) -> int:
     output = runs[0].files.path / "report.html" if output is None else output
     columns = all_columns()
     try:
-        write_report(runs, output, columns, _planned)
+        write_report(runs, output, columns, planned)
     except OSError as error:
         raise AlignerError(f"the report could not be written: {describe_os_error(error, output)}") from error
     for directory, run in zip(directories, runs, strict=True):
         print(f"\n{directory}\n" * (len(runs) > 1) + run.summary(columns))
-        for finding in run.diagnosis().findings:
-            print(f"\n{finding.text()}")
-        if text := text_of(*run.before_and_after()):
+        texts = [finding.text() for finding in run.diagnosis().findings] + [text_of(*run.before_and_after())]
+        for text in filter(None, [*texts, *map(markdown, read_evaluations(run.files.evaluations))]):
             print(f"\n{text}")
-        for record in read_evaluations(run.files.evaluations):
-            print(f"\n{markdown(record)}")
     print(f"\nwritten to {output}")
     return 0
 
 
-def _planned(run: RunView) -> list[Panel]:
+def planned(run: RunView) -> list[Panel]:
+    """The chart of a run's measured step beside the plan's; nothing if there are no two steps or the model is elsewhere."""
     from aligner.commands.plan.command import against  # Megatron-Core comes with it
 
     try:

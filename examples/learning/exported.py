@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def step_scores(model: Path, rows: Sequence[SupervisedExample]) -> list[Tensor]:
     return found
 
 
-def _load(kind: type, path: Path) -> torch.nn.Module:
+def _load(kind: Any, path: Path) -> torch.nn.Module:
     logging.disable_progress_bar()
     return kind.from_pretrained(path, dtype=torch.float32).eval()
 

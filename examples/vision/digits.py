@@ -116,7 +116,7 @@ def write_data(seed: int, folder: Path, digits: Digits, task: Task | None = None
         (folder / file.stem).mkdir(parents=True, exist_ok=True)
         with file.open("w") as lines:
             for image, a, b in _questions(rng, count, digits, of, folder / file.stem):
-                question = {"messages": [{"role": "user", "content": QUESTION}], "images": [str(image.relative_to(folder))]}
+                question: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "images": [str(image.relative_to(folder))]}
                 if file == files.sft:
                     said = a + b + int(rng.random() < task.wrong)
                     question["messages"].append({"role": "assistant", "content": f"{a}+{b}={said}"})

@@ -17,7 +17,7 @@ from pathlib import Path
 from digits import NoDigits, Task, TaskFiles, load, write_data, write_model
 
 from aligner.commands.programs import launch_local
-from aligner.commands.report import all_columns
+from aligner.commands.report import all_columns, planned
 from aligner.reporting.formats import seconds
 from aligner.reporting.run_view import RunView
 from aligner.reporting.samples_report import write_report
@@ -92,7 +92,7 @@ def _conclude(run: RunView, took: float) -> int:
     """Print what came out and write the report; 1 where the accuracy did not rise."""
     accuracies = [step.values[ACCURACY] for step in run.metrics() if ACCURACY in step.values]
     report = run.files.path / "report.html"
-    write_report([run], report, all_columns())
+    write_report([run], report, all_columns(), planned)
     print(f"\nexact answers on pictures of digits that are in no training picture, in {seconds(took)}:")
     print(f"  after SFT {accuracies[0]:.1%}, after GRPO {accuracies[-1]:.1%}")
     before, after = run.before_and_after()

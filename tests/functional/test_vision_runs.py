@@ -17,6 +17,7 @@ from training_jobs import ROOT, launcher, metrics_of, read_rows, run_aligner, ru
 
 from aligner.algorithms.grpo import TrainGRPO
 from aligner.algorithms.sft import TrainSFT
+from aligner.reporting.run_view import RunView
 from aligner.settings.compose import compose
 
 pytestmark = pytest.mark.timeout(600)
@@ -105,9 +106,20 @@ def test_ppo_with_servers_that_see(grpo: Path, folder: Path) -> None:
     assert max(series(folder / "ppo", "rollout/logprob_gap")) < 1e-5 and len(series(folder / "ppo", "policy/kl")) == 2
 
 
-def test_the_demo_composes_and_holds_digits_out(digits: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def demo(digits: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "digits", digits)
-    demo = load_module(ROOT / "examples" / "vision" / "run.py", "vision_run")
+    return load_module(ROOT / "examples" / "vision" / "run.py", "vision_run")
+
+
+def test_the_demo_ends_with_a_report_and_says_what_it_learnt(demo: Any, grpo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (grpo / "report.html").unlink(missing_ok=True)
+    first, last = (series(grpo, demo.ACCURACY)[place] for place in (0, -1))
+    assert demo._conclude(RunView(grpo), 1.0) == int(last <= first)
+    assert f"after SFT {first:.1%}, after GRPO {last:.1%}" in capsys.readouterr().out and (grpo / "report.html").exists()
+
+
+def test_the_demo_composes_and_holds_digits_out(demo: Any, digits: Any, folder: Path) -> None:
     files = digits.TaskFiles(**{name: folder / "data" / f"{name}.jsonl" for name in ("sft", "prompts", "validation")})
     sft, grpo = compose(TrainSFT, "sft", demo._sft(folder, files)), compose(TrainGRPO, "grpo", demo._grpo(folder, files))
     assert grpo.model.path == str(Path(sft.run.directory) / "export") and grpo.loop.max_steps % grpo.loop.validate_every == 0

@@ -145,7 +145,8 @@ def runs(check: Check) -> Figures:
             x.requires_grad_()
         if is_gpu and not takes_all_runs(inputs[0]):
             raise RuntimeError("the kernel for all runs does not take these heads")
-        out = all_runs(*inputs, key_spans(sizes, 0, 1).to(inputs[0].device), scale) if is_gpu else shared_attention(*inputs, sizes, scale)
+        q, k, v = inputs
+        out = all_runs(q, k, v, key_spans(sizes, 0, 1).to(q.device), scale) if is_gpu else shared_attention(q, k, v, sizes, scale)
         out.backward(grad.to(out))
         into.extend([out, *(x.grad for x in inputs)])
     for name, one, other in zip(("output", "queries' gradient", "keys' gradient", "values' gradient"), found, wanted, strict=True):

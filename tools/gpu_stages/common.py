@@ -95,7 +95,7 @@ def free() -> None:
 def is_deterministic() -> None:
     """From now on the kernels of this process repeat their bits. Before anything is computed."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
