@@ -194,7 +194,9 @@ def preload() -> None:
 
     import aligner.commands.convert
     import aligner.commands.programs
-    import aligner.jobs.samples  # noqa: F401
+    import aligner.jobs.agents
+    import aligner.jobs.samples
+    import aligner.rewards.compose  # noqa: F401
 
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that it marks

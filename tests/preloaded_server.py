@@ -34,6 +34,8 @@ _SECONDS_TO_END = 3.0
 def _serve() -> None:
     import aligner.commands.convert  # noqa: F401
     import aligner.commands.programs  # noqa: F401
+    import aligner.environments.exchange  # noqa: F401
+    import aligner.jobs.agents  # noqa: F401
     import aligner.jobs.samples  # noqa: F401
     import aligner.jobs.serves  # noqa: F401
     import aligner.jobs.trains  # noqa: F401

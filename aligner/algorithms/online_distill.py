@@ -193,7 +193,7 @@ def build(job: OnlineJob[TrainOnlineDistillation]) -> Built:
         settings,
         job.policy,
         task,
-        job.frozen(teacher_model),
+        job.frozen(job.policy, teacher_model),
         below=job.tokenizer.max_token_id + 1,
         judged=config.has_scorer or config.environment.is_on,
         rollout_source=job.rollout_source(task, group_size=settings.group_size),

@@ -5,17 +5,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from aligner.agents import Agents
-from aligner.agents.command import CommandAgents
-from aligner.agents.play import Playing, SessionEngine
-from aligner.agents.verifiers import Verifiers
 from aligner.cluster.component import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
 from aligner.data.collate import SupervisedExample
@@ -23,16 +18,10 @@ from aligner.data.config import PretrainingConfig
 from aligner.data.order import EpochSampler, order_of
 from aligner.data.prompts import load_prompts
 from aligner.data.stored import row_counts
-from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import Tokenizer
-from aligner.endpoint.app import Endpoint
-from aligner.endpoint.requests import Model
-from aligner.endpoint.sessions import KeptSessions
-from aligner.environments.config import EnvironmentConfig, EnvironmentKind
-from aligner.environments.exchange import EnvironmentReward, environment_follow_up
 from aligner.errors import ConfigError, describe_os_error
 from aligner.jobs.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
-from aligner.jobs.sources import create_critic, critic_source, frozen_model, pinned, pinned_base
+from aligner.jobs.sources import FrozenModels, create_critic, critic_source, pinned, pinned_base
 from aligner.loop.loop import Built
 from aligner.losses.correction import Correction
 from aligner.models import create
@@ -50,25 +39,18 @@ from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.progress import WAIT_FOR_SERVERS
 from aligner.protocols import Critic, RewardModel
 from aligner.reporting.rollout_table import write_rows
-from aligner.rewards.compose import composed_reward, formula
+from aligner.rewards.config import formula
 from aligner.rewards.local import NoReward, function_reward
 from aligner.rollout.config import check_ahead, check_cache
 from aligner.rollout.create import check_installed, create_engine
 from aligner.rollout.engine import Capabilities
-from aligner.rollout.engine.lifecycle import PhasedEngine
-from aligner.rollout.live import LiveEngine
 from aligner.run.recipe import Recipe
 from aligner.run.session import Session, announced, open_session
 from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient, weighted_sum
-from aligner.servers.config import ServerConfig
 from aligner.servers.registry import Publication
 from aligner.servers.turns import SharedDevice, Turn
 from aligner.types import LogprobKind, Prompt, Rollout, SampleRow
-
-LEAST_REQUESTS, LEAST_CONNECTIONS = 256, 1024  # at an endpoint
-MIB = 1 << 20
-MODEL = "policy"  # the name that agents ask for
 
 
 class CheckpointedReference:
@@ -116,7 +98,7 @@ Load = Callable[[Tokenizer], tuple[Sequence[Prompt], Sequence[Prompt]]]
 
 
 @dataclass(kw_only=True)
-class OnlineJob(Generic[C]):
+class OnlineJob(FrozenModels, Generic[C]):
     """The parts from which a recipe builds its algorithm, on one rank. `config` has every length, and with the task the number of steps."""
 
     session: Session
@@ -154,20 +136,12 @@ class OnlineJob(Generic[C]):
         """The text that is learnt besides the policy's own samples; says what was left out. Raises DataError listing all bad lines."""
         if settings.max_length > self.context:
             raise ConfigError(f"pretraining.max_length={settings.max_length}: longer than the model's context of {self.context} tokens")
+        from aligner.data.supervised import load_supervised
+
         how = replace(settings, max_length=settings.max_length or self.context).reading(self.config.data)
         examples, report = load_supervised(settings.train, how, self.tokenizer, heartbeat=self.session.progress.heartbeat)
         self.session.trains_on(report)
         return examples
-
-    def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
-        """Another model whose weights can take the place of the policy's; see `aligner.jobs.sources`."""
-        return frozen_model(self.session, self.config.model, role, path, **texts)
-
-    def frozen(self, model: ModelConfig) -> ReferencePolicy:
-        """Another model's weights, which wait in host memory and take the place of the policy's for a pass."""
-        frozen = ReferencePolicy(self.policy, whole=True)
-        frozen.restore(lambda chunks: create.load_source(chunks, model))
-        return frozen
 
     def task(self, *, with_reference: bool, num_prompts: int, load: Load | None = None) -> OnlineTask:
         """Prompts, engine, rewards and validation; `num_prompts` a step. The policy is in `policy` then. Data first (bad lines are found in
@@ -187,11 +161,15 @@ class OnlineJob(Generic[C]):
         self.tokenizer_files = run_tokenizer(session, config, model)
         follow_up, is_played = None, config.environment.asks_endpoint
         if config.environment.is_on and not is_played:
+            from aligner.environments.exchange import environment_follow_up
+
             follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *held_out])
         judges = self._judges()
         self.policy = self._policy(model, judges.shared)
-        engine: PhasedEngine | SessionEngine = create_engine(self.policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
+        engine: Any = create_engine(self.policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
         if is_played:
+            from aligner.jobs.agents import played
+
             engine = played(engine, session, config, tokenizer, self.tokenizer_files)
         task = OnlineTask(
             engine=engine,
@@ -366,6 +344,8 @@ def _shared_device(session: Session, config: OnlineRun) -> SharedDevice | None:
 def _reward(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
     scorer = _scorer(session, config, tokenizer) if config.has_scorer else None
     if config.environment.is_on:
+        from aligner.environments.exchange import EnvironmentReward
+
         return EnvironmentReward(scorer, is_optional=config.environment.asks_endpoint)
     return NoReward() if scorer is None else scorer
 
@@ -374,6 +354,8 @@ def _scorer(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> Reward
     functions, answers = config.reward.functions, session.directory.judges / str(session.topology.rank)
     if not config.reward.serve and not functions:
         return function_reward(config.reward.function, tokenizer.decode)
+    if functions:
+        from aligner.rewards.compose import composed_reward  # with what asks endpoints and judges
     if not config.reward.serve:
         return composed_reward(functions, tokenizer.decode, answers=answers)
     weights = config.reward.attribute_weights
@@ -423,46 +405,3 @@ def keep_validation(session: Session, rows: Sequence[SampleRow]) -> None:
             write_rows(directory, session.progress.step, rows)
     except OSError as error:
         session.say(f"warning: samples of a validation could not be written, the run continues: {describe_os_error(error, directory)}")
-
-
-def played(engine: PhasedEngine, session: Session, config: OnlineRun, tokenizer: Tokenizer, tokenizer_files: Path) -> SessionEngine:
-    """The engine, with sessions of agents in the place of responses."""
-    if not tokenizer.has_chat_template:
-        session.say("warning: the model has no chat template (data.chat_template=FILE gives it one): only /v1/completions answers agents")
-    playing = Playing(
-        config=config.environment.sessions,
-        num_workers=config.environment.num_workers,
-        model=MODEL,
-        tokenizer_path=str(tokenizer_files.absolute()),
-        needs_reward=not config.has_scorer,
-        title=config.environment.title,
-        heartbeat=session.progress.heartbeat,
-    )
-    opened = partial(open_endpoint, session=session, config=config, tokenizer=tokenizer)
-    return SessionEngine(engine, playing, partial(create_agents, config.environment), opened)
-
-
-def create_agents(config: EnvironmentConfig) -> Agents:
-    """The programs that play the run's sessions. Raises ConfigError."""
-    if config.chosen is EnvironmentKind.verifiers:
-        return Verifiers(config)
-    if shutil.which(config.command[0]) is None:
-        raise ConfigError(f"{config.title}: there is no program {config.command[0]!r} on this machine")
-    return CommandAgents(config.command, pass_environment=config.sessions.pass_environment)
-
-
-def open_endpoint(live: LiveEngine, sessions: KeptSessions, *, session: Session, config: OnlineRun, tokenizer: Tokenizer) -> Endpoint:
-    """The endpoint of a job: it admits the run's secret, and the key of each session. Raises ServerError if it cannot listen."""
-    own = config.environment
-    server = ServerConfig(
-        host=own.sessions.host,
-        max_requests=max(LEAST_REQUESTS, 4 * own.num_workers),
-        max_connections=max(LEAST_CONNECTIONS, 8 * own.num_workers),
-        max_request_bytes=64 * MIB,
-        max_pending_bytes=1024 * MIB,
-    )
-    settings = {"sampling": config.rollout.sampling, "seed": config.run.seed, "max_pixels": config.data.images.max_pixels}
-    model = Model(name=MODEL, tokenizer=tokenizer, live=live, **settings)
-    endpoint = Endpoint(model, Access.for_server(session.directory.secret, server), server, sessions=sessions)
-    session.say(f"the policy answers at {endpoint.url}/v1")
-    return endpoint

@@ -21,7 +21,7 @@ from aligner.models import create
 from aligner.models.checkpoint.files import MARKER
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.guard import ReportingGuard
-from aligner.models.training.policy import MegatronValueModel
+from aligner.models.training.policy import MegatronPolicy, MegatronValueModel, ReferencePolicy
 from aligner.parallel.collectives import from_rank_0
 from aligner.run.session import Session
 from aligner.servers.components import in_section
@@ -93,10 +93,23 @@ def check_same_architecture(own: ModelConfig, other: ModelConfig, *, setting: st
     return its_tokenizer
 
 
-def frozen_model(session: Session, own: ModelConfig, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
-    """The model at `path`, the same one at every start of the run, and its tokenizer. Raises as `check_same_architecture`."""
-    model = pinned(session, role, replace(own, path=path, tokenizer=""))
-    return model, check_same_architecture(own, model, **texts)
+class FrozenModels:
+    """Other models of a job, whose weights can take the place of its own model's."""
+
+    __slots__ = ()
+    session: Session
+    config: Any
+
+    def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
+        """The model at `path`, the same one at every start of the run, and its tokenizer. Raises as `check_same_architecture`."""
+        model = pinned(self.session, role, replace(self.config.model, path=path, tokenizer=""))
+        return model, check_same_architecture(self.config.model, model, **texts)
+
+    def frozen(self, policy: MegatronPolicy, model: ModelConfig) -> ReferencePolicy:
+        """The other model's weights, which wait in host memory and take the place of the policy's for a pass."""
+        frozen = ReferencePolicy(policy, whole=True)
+        frozen.restore(lambda chunks: create.load_source(chunks, model))
+        return frozen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

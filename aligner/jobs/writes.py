@@ -16,12 +16,12 @@ from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs.parts import conclude, load_model_files, run_loop, with_lengths
-from aligner.jobs.sources import frozen_model, model_digest, pinned
+from aligner.jobs.sources import FrozenModels, model_digest, pinned
 from aligner.loop.writing import Parts, Writing, WrittenFiles
 from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.guard import GuardConfig
-from aligner.models.training.policy import MegatronPolicy, ReferencePolicy
+from aligner.models.training.policy import MegatronPolicy
 from aligner.parallel.collectives import from_rank_0
 from aligner.protocols import RolloutEngine
 from aligner.reporting.formats import Column
@@ -39,7 +39,7 @@ Score = Callable[[Sequence[Sequence[int]]], Tensor]  # token sequences -> float3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WriterJob(Generic[C]):
+class WriterJob(FrozenModels, Generic[C]):
     """The inputs of a writing recipe, on one rank. `config` has every length and the run's original model."""
 
     session: Session
@@ -62,16 +62,6 @@ class WriterJob(Generic[C]):
     def at_temperature_1(self, policy: MegatronPolicy) -> MegatronPolicy:
         """The same weights, with log-probs at temperature 1."""
         return MegatronPolicy(policy.model)
-
-    def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
-        """Another model whose weights can take the place of this one's; see `aligner.jobs.sources`."""
-        return frozen_model(self.session, self.config.model, role, path, **texts)
-
-    def frozen(self, policy: MegatronPolicy, model: ModelConfig) -> ReferencePolicy:
-        """The other model's weights, kept in host memory."""
-        frozen = ReferencePolicy(policy, whole=True)
-        frozen.restore(lambda chunks: create.load_source(chunks, model))
-        return frozen
 
     def model_digest(self, model: ModelConfig | None = None) -> str:
         """Changes with the weights of a model (None: the job's own). Every rank calls it."""

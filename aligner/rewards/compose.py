@@ -174,11 +174,6 @@ def composed_reward(
     return WeightedReward(parts)
 
 
-def formula(configs: Mapping[str, NamedRewardConfig]) -> str:
-    """The sum in readable form, for messages: `maths + 0.1 length`."""
-    return " + ".join(name if config.weight == 1 else f"{config.weight:g} {name}" for name, config in configs.items())
-
-
 def _function_part(name: str, config: NamedRewardConfig, decode: Callable[[Sequence[int]], str]) -> FunctionReward:
     if config.url:
         token = bearer_token(config, f"reward.functions.{name}")

@@ -168,3 +168,8 @@ def check_parts(parts: dict[str, NamedRewardConfig]) -> None:
         raise ConfigError(f"reward.functions.{(name := min(taken))}: is a metric of the judge {used[name]}; allowed: another name")
     if len(served := [name for name, part in parts.items() if part.served]) > 1:
         raise ConfigError(f"reward.functions: {' and '.join(served)} have served=true; only one reward model is served")
+
+
+def formula(configs: dict[str, NamedRewardConfig]) -> str:
+    """The sum in readable form, for messages: `maths + 0.1 length`."""
+    return " + ".join(name if config.weight == 1 else f"{config.weight:g} {name}" for name, config in configs.items())

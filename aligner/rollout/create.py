@@ -25,31 +25,32 @@ from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.files import own_directory
 from aligner.models.config import Architecture, HFArchitecture, SeeingArchitecture
 from aligner.models.families import architecture_to_hf
+from aligner.models.families.mapping import ADAPTER
 from aligner.models.families.own_modules import hf_config
 from aligner.models.families.wrappers import with_axes
 from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.hf_chunk import HFChunk
-from aligner.models.modules.linear import weight_storage
+from aligner.models.modules.linear import linear_weight, weight_storage
+from aligner.models.modules.peft import export_adapters, pair_names, projections
 from aligner.models.training.offload import HostMemory
 from aligner.models.training.policy import MegatronPolicy
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects, together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
-from aligner.rollout.adapters import adapters_alone
 from aligner.rollout.builtin.megatron import MegatronEngine
 from aligner.rollout.builtin.own_modules import OwnModulesEngine, has_states
 from aligner.rollout.builtin.refit import MIB
 from aligner.rollout.config import ENGINES, EngineKind, Refit, RolloutConfig, ShareWork, VerifyRefit, check_engine, check_settings
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.engine.episodes import Conversing
-from aligner.rollout.engine.foreign import StreamedEngine, kept_together
+from aligner.rollout.engine.foreign import Adapters, StreamedEngine, kept_together
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.lifecycle import PhasedEngine
-from aligner.rollout.engine.manifest import hf_manifest, manifest_of
+from aligner.rollout.engine.manifest import Manifest, TensorSpec, checksum, hf_manifest, manifest_of
 from aligner.rollout.engine.work import WorkSharing
 from aligner.rollout.tensorrt_llm import contract as tensorrt_llm_contract
-from aligner.rollout.vllm.engine import INSTALL, VLLMEngine
+from aligner.rollout.vllm import INSTALL
 from aligner.rollout.vllm.images import KINDS, is_seen
 
 _SEES = "with model.images=true the built-in engine reads the images, with the policy's own tower"
@@ -148,7 +149,7 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     is_own = isinstance(chunk, HFChunk)
     manifest = manifest_of(kept_together(chunk.file_outline())) if is_own else hf_manifest(sizes, dtype)
     reason = config.reason_to_merge(chunk.architecture, chunk.lora)
-    adapters = None if reason else adapters_alone(policy.chunks, manifest)
+    adapters = None if reason else _adapters_alone(policy.chunks, manifest)
     lora = None if adapters is None else adapters.manifest
     given = {"tp": tp, "eos_id": eos_id, "weight_bytes": manifest.num_bytes, "lora": lora}
     make = partial(_foreign, config, chunk, Path(directory.name), sizes, **given)
@@ -175,7 +176,7 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
         policy=parameters if config.offload else None,
         at_end=directory.cleanup,
     )
-    if isinstance(foreign, VLLMEngine) and foreign.adapters is not None:
+    if config.engine == EngineKind.vllm and foreign.adapters is not None:  # type: ignore[attr-defined]
         stream.adapters = adapters
     else:
         reason = reason or foreign.merges  # type: ignore[attr-defined]
@@ -187,6 +188,29 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     return stream
 
 
+def _adapters_alone(chunks: Sequence[Chunk], weights: Manifest) -> Adapters:
+    """The adapters of a policy whose exported tensors are those of `weights`, as what a refit sends behind its frozen weights.
+
+    The weights under them are dense: of a packed model what training unpacks.
+    """
+    chunk, tensors = chunks[0], dict[str, TensorSpec]()
+    lora, dtype = chunk.lora, chunk.config.params_dtype
+    for one in projections(chunk.architecture, lora):
+        outputs, inputs = weights.tensors[f"{one.name}.weight"].shape
+        for name, shape in zip(pair_names(chunk, one.name), ((lora.plain.rank, inputs), (outputs, lora.plain.rank)), strict=True):
+            tensors[name] = TensorSpec(shape=shape, dtype=dtype)
+
+    def export() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in export_adapters(chunks):
+            yield name, tensor.detach() * lora.scaling if ".lora_B." in name else tensor.detach()
+
+    def digest() -> list[int]:
+        own = (linear_weight(p) for chunk in chunks for name, p in chunk.named_parameters() if ADAPTER not in name)
+        return torch.stack([checksum(tensor) for weight in own for tensor in weight.storage]).tolist()
+
+    return Adapters(export=export, manifest=Manifest(tensors=tensors), digest=digest)
+
+
 def _foreign(
     config: RolloutConfig, chunk: Chunk, directory: Path, sizes: Architecture, *, tp: int, eos_id: int, weight_bytes: int, lora: Any
 ) -> ForeignEngine:
@@ -196,6 +220,8 @@ def _foreign(
 
         return TensorRTLLMEngine(config, **given, eos_id=eos_id, tp=tp)
     if config.engine == EngineKind.vllm:
+        from aligner.rollout.vllm.engine import VLLMEngine
+
         own = {"eos_id": eos_id, "tp": tp, "weight_bytes": weight_bytes, "vision": chunk.vision, "lora": lora}
         return VLLMEngine(config, **given, **own, architecture=sizes)
     (entry,) = entry_points(group=ENGINES, name=config.engine)

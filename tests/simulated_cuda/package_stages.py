@@ -21,8 +21,8 @@ from gpu_stages import layers  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from aligner.models.config import Layers, Recompute  # noqa: E402
-from aligner.rollout import create  # noqa: E402
 from aligner.rollout.engine import GenRequest, GenResult, Work  # noqa: E402
+from aligner.rollout.vllm import engine  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 
 MODE = sys.argv.pop() if sys.argv[-1] in ("stale", "other") else ""
@@ -67,7 +67,7 @@ class TransformersEngine(FakeForeign):
 
 
 if __name__ == "__main__":
-    create.VLLMEngine = TransformersEngine  # where it is used
+    engine.VLLMEngine = TransformersEngine
     same = {"layers": Layers.torch, "recompute": Recompute.full}
     layers.SIDES = {"torch": {"layers": Layers.torch}, "transformer_engine": same, "fp8": same}
     layers.sft_steps = lambda *_: iter(())  # a stage of its own tries these

@@ -74,7 +74,8 @@ def test_what_is_above_its_limit_fails(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().err == "error: lines: 5 is above its limit of 4 in tests/house.yaml\n"
 
 
-def test_the_package():
-    found, allowed = measures(grpo=False), limits()
+@pytest.mark.parametrize("grpo", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_package(grpo: bool):
+    found, allowed = measures(grpo=grpo), limits()
     assert found["files of a recipe"][0] == 4
     assert {name: number for name, (number, _) in found.items() if number > allowed.get(name, number)} == {}

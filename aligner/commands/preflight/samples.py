@@ -142,7 +142,8 @@ def _judged(config: OnlineRun) -> tuple[OnlineRun, Sequence[Any], Tokenizer, int
 
 def local_rewards(config: OnlineRun) -> dict[str, tuple[str, Callable[[Decode], RewardModel]]]:
     """Setting, name and builder of every reward without a server: all but a reward model."""
-    from aligner.rewards.compose import composed_reward, formula
+    from aligner.rewards.compose import composed_reward
+    from aligner.rewards.config import formula
     from aligner.rewards.local import function_reward
 
     functions = {name: part for name, part in config.reward.functions.items() if not part.served}

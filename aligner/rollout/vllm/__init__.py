@@ -1,0 +1,1 @@
+INSTALL = "pip install 'aligner[vllm]' in an environment without the extra servers (numpy 2)"

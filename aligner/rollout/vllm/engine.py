@@ -34,7 +34,7 @@ from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids, missing_ids
 from aligner.rollout.engine.manifest import Manifest, named_few
-from aligner.rollout.vllm import adapters, images
+from aligner.rollout.vllm import INSTALL, adapters, images
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _SAME = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"  # as in our SamplingConfig
@@ -54,7 +54,6 @@ USED = (
 )
 # Parts of its core in this process, without a public interface.
 HELD = ("_finalizer", "engine_core.batch_queue", "engine_core.scheduler.has_requests", "engine_core.model_executor.shutdown")
-INSTALL = "pip install 'aligner[vllm]' in an environment without the extra servers (numpy 2)"
 BACKEND = "aligner"  # the name in vLLM's weight transfer
 DRAIN_SECONDS = 60.0  # for steps that a generation left in vLLM's queue: one or two
 LEAST_BIAS = -100.0  # the least that vLLM adds to a logit

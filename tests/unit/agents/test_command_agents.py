@@ -20,7 +20,7 @@ from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.rejection_sampling import TrainRejectionSampling
 from aligner.environments.config import EnvironmentConfig, EnvironmentKind, SessionsConfig
 from aligner.errors import ConfigError
-from aligner.jobs.samples import create_agents
+from aligner.jobs.agents import create_agents
 from aligner.models.config import ModelConfig
 from aligner.rollout.config import RolloutConfig
 from aligner.types import Prompt, SamplingConfig

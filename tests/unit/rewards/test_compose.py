@@ -14,8 +14,8 @@ from judge_server import BREAKS, JudgeServer, Refusal, judge_server
 
 from aligner.errors import ConfigError, ServerTimeout
 from aligner.rewards.chat_client import EndpointRefused
-from aligner.rewards.compose import Part, WeightedReward, composed_reward, endpoint_function, formula
-from aligner.rewards.config import NamedRewardConfig, OnError, check_parts
+from aligner.rewards.compose import Part, WeightedReward, composed_reward, endpoint_function
+from aligner.rewards.config import NamedRewardConfig, OnError, check_parts, formula
 from aligner.rewards.local import RewardError
 from aligner.types import Scores
 
