@@ -34,6 +34,7 @@ _SECONDS_TO_END = 3.0
 def _serve() -> None:
     import aligner.commands.convert  # noqa: F401
     import aligner.commands.programs  # noqa: F401
+    import aligner.data.supervised  # noqa: F401
     import aligner.environments.exchange  # noqa: F401
     import aligner.jobs.agents  # noqa: F401
     import aligner.jobs.samples  # noqa: F401
@@ -41,6 +42,7 @@ def _serve() -> None:
     import aligner.jobs.trains  # noqa: F401
     import aligner.jobs.writes  # noqa: F401
     import aligner.models.create  # noqa: F401  torch and Megatron-Core with it
+    import aligner.rewards.compose  # noqa: F401
 
     # What jobs import when they come to it: PyTriton, hydra's composition, tokenizers.
     jobs = ("pytriton.triton", "pytriton.decorators", "pytriton.model_config", "hydra._internal.config_loader_impl", "jinja2.sandbox")

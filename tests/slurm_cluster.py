@@ -102,7 +102,11 @@ class SlurmCluster:
         if self._process is None:
             return
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:  # the keeper hangs: the kernel ends it with its namespaces
+            self._process.kill()
+            self._process.wait(timeout=30)
         self._process.stdout.close()
         self._process = None
 
