@@ -29,9 +29,12 @@ def report(directories: Sequence[Path], output: Path | None = None) -> int:
         raise AlignerError(f"the report could not be written: {describe_os_error(error, output)}") from error
     for directory, run in zip(directories, runs, strict=True):
         print(f"\n{directory}\n" * (len(runs) > 1) + run.summary(columns))
-        texts = [finding.text() for finding in run.diagnosis().findings] + [text_of(*run.before_and_after())]
-        for text in filter(None, [*texts, *map(markdown, read_evaluations(run.files.evaluations))]):
+        for finding in run.diagnosis().findings:
+            print(f"\n{finding.text()}")
+        if text := text_of(*run.before_and_after()):
             print(f"\n{text}")
+        for record in read_evaluations(run.files.evaluations):
+            print(f"\n{markdown(record)}")
     print(f"\nwritten to {output}")
     return 0
 

@@ -19,12 +19,11 @@ from aligner.errors import ConfigError
 from aligner.online.config import OnlineRun
 from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.rollout.live import LiveEngine
-from aligner.run.session import Session
+from aligner.run.session import MIB, Session
 from aligner.servers.access import Access
 from aligner.servers.config import ServerConfig
 
 LEAST_REQUESTS, LEAST_CONNECTIONS = 256, 1024  # at an endpoint
-MIB = 1 << 20
 MODEL = "policy"  # the name that agents ask for
 
 

@@ -161,14 +161,14 @@ class OnlineJob(FrozenModels, Generic[C]):
         self.tokenizer_files = run_tokenizer(session, config, model)
         follow_up, is_played = None, config.environment.asks_endpoint
         if config.environment.is_on and not is_played:
-            from aligner.environments.exchange import environment_follow_up
+            from aligner.environments.exchange import environment_follow_up  # with the processes of environments
 
             follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *held_out])
         judges = self._judges()
         self.policy = self._policy(model, judges.shared)
         engine: Any = create_engine(self.policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
         if is_played:
-            from aligner.jobs.agents import played
+            from aligner.jobs.agents import played  # with the endpoint and what speaks HTTP
 
             engine = played(engine, session, config, tokenizer, self.tokenizer_files)
         task = OnlineTask(

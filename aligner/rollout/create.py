@@ -189,10 +189,8 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
 
 
 def _adapters_alone(chunks: Sequence[Chunk], weights: Manifest) -> Adapters:
-    """The adapters of a policy whose exported tensors are those of `weights`, as what a refit sends behind its frozen weights.
-
-    The weights under them are dense: of a packed model what training unpacks.
-    """
+    """The adapters of a policy whose exported tensors are those of `weights`, as what a refit sends behind its frozen weights. Those are
+    dense: of a packed model what training unpacks."""
     chunk, tensors = chunks[0], dict[str, TensorSpec]()
     lora, dtype = chunk.lora, chunk.config.params_dtype
     for one in projections(chunk.architecture, lora):
